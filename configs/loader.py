@@ -1,0 +1,62 @@
+"""From Hydra's composed config to typed dataclasses, and from a user's mistake to one line and exit code 2.
+
+Hydra only composes files and command-line overrides. `load_config` merges the result into a structured schema,
+so that an unknown key or a wrong type fails at start, and hands back plain dataclasses: no DictConfig goes
+further. Schemas check their own values in `__post_init__`.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from configs.errors import UserError
+
+CONFIG_DIR = str(Path(__file__).resolve().parent)
+Config = TypeVar("Config")
+
+
+def load_config(schema: type[Config], composed: DictConfig | dict[str, Any]) -> Config:
+    """Merge a composed config into the dataclass `schema` and return an instance of it.
+
+    Raises UserError for an unknown key, a wrong type, a missing value, or a value that the schema refuses.
+    """
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(schema), composed)
+        return OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        reason = str(error).strip().splitlines()[0]
+        key = getattr(error, "full_key", None)
+        raise UserError(f"config key {key or '(root)'}: {reason}; see configs/ and {schema.__name__}") from error
+
+
+def run_script(body: Callable[[Config], Any], schema: type[Config], composed: DictConfig) -> None:
+    """Load the config and run a script's body; a UserError becomes one line on stderr and exit code 2."""
+    try:
+        body(load_config(schema, composed))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def config_to_yaml(config: Any) -> str:
+    """The YAML text of a config dataclass, as written to runs/<name>/config.yaml."""
+    return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True)
+
+
+def compose_config(schema: type[Config], config_name: str, overrides: list[str] | None = None) -> Config:
+    """Compose configs/<config_name>.yaml with overrides without a command line: for tests, benchmarks, notebooks."""
+    from hydra import compose, initialize_config_dir
+    from hydra.errors import HydraException
+
+    with initialize_config_dir(version_base="1.3", config_dir=CONFIG_DIR):
+        try:
+            composed = compose(config_name=config_name, overrides=overrides or [])
+        except HydraException as error:
+            raise UserError(" ".join(str(error).split())) from error
+    return load_config(schema, composed)
