@@ -1,0 +1,223 @@
+"""What a run is, as typed dataclasses: the schemas that configs/*.yaml are merged into.
+
+Each schema checks its own values when it is built, so a wrong number fails at start with one line. OptimizerConfig
+and ScheduleConfig stand beside the code that they configure.
+"""
+
+from dataclasses import dataclass, field, replace
+
+from configs.errors import UserError, check_choice, check_positive
+from llm.optimizer import OptimizerConfig
+from llm.schedule import ScheduleConfig
+
+ATTENTION_BACKENDS = ("sdpa", "eager")
+
+
+@dataclass
+class RopeScaling:
+    """Llama 3's stretch of the low RoPE frequencies to a longer context (Llama 3 report, section 3.4.2)."""
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_seq_len: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise UserError(
+                f"rope_scaling.high_freq_factor={self.high_freq_factor} must be above "
+                f"low_freq_factor={self.low_freq_factor}; Llama 3 uses 4.0 and 1.0"
+            )
+
+
+@dataclass
+class MoeConfig:
+    """Replaces the dense feed-forward of every block when num_experts > 0."""
+
+    num_experts: int = 0
+    experts_per_token: int = 2
+    d_ff: int = 0  # hidden width of one expert
+    normalise_top_k: bool = True  # the chosen experts' weights sum to 1 (Mixtral, Qwen3-MoE)
+
+    def __post_init__(self) -> None:
+        if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
+            raise UserError(
+                f"moe.experts_per_token={self.experts_per_token} must lie in 1..num_experts={self.num_experts}"
+            )
+        if self.num_experts and self.d_ff <= 0:
+            raise UserError(f"moe.d_ff={self.d_ff} must be positive when num_experts={self.num_experts}")
+
+
+@dataclass
+class ModelConfig:
+    """The shape of a decoder-only Transformer; LLaMA, Qwen, SmolLM and Mixtral differ by these numbers alone."""
+
+    vocab_size: int | None = None  # null: the tokenizer's, rounded up to a multiple of 64
+    max_seq_len: int = 1024
+    d_model: int = 768
+    num_layers: int = 12
+    num_heads: int = 12
+    num_kv_heads: int | None = None  # null: num_heads
+    head_dim: int | None = None  # null: d_model / num_heads
+    d_ff: int = 2048
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-5
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    tie_embeddings: bool = False
+    attention: str = "sdpa"
+    moe: MoeConfig = field(default_factory=MoeConfig)
+
+    def __post_init__(self) -> None:
+        if self.num_kv_heads is None:
+            self.num_kv_heads = self.num_heads
+        check_positive(
+            max_seq_len=self.max_seq_len, d_model=self.d_model, num_layers=self.num_layers, d_ff=self.d_ff,
+            num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, rope_theta=self.rope_theta,
+        )  # fmt: skip
+        check_choice("model.attention", self.attention, ATTENTION_BACKENDS)
+        if self.num_heads % self.num_kv_heads:
+            divisors = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
+            raise UserError(
+                f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}; use one of {divisors}"
+            )
+        if self.head_dim is None:
+            if self.d_model % self.num_heads:
+                raise UserError(
+                    f"num_heads={self.num_heads} must divide d_model={self.d_model} unless head_dim is given; "
+                    f"change one of them or set model.head_dim"
+                )
+            self.head_dim = self.d_model // self.num_heads
+        if self.head_dim % 2:
+            raise UserError(f"head_dim={self.head_dim} must be even, since RoPE turns pairs; use {self.head_dim + 1}")
+
+    def with_vocab_of(self, tokenizer_vocab_size: int) -> "ModelConfig":
+        """This shape with vocab_size filled in, or checked to hold every id of the tokenizer."""
+        if self.vocab_size is None:
+            return replace(self, vocab_size=-(-tokenizer_vocab_size // 64) * 64)
+        if self.vocab_size < tokenizer_vocab_size:
+            raise UserError(
+                f"model.vocab_size={self.vocab_size} is smaller than the tokenizer's {tokenizer_vocab_size}; "
+                f"raise it or leave it null"
+            )
+        return self
+
+
+@dataclass
+class DataConfig:
+    """Where the tokens are and how windows are drawn from them."""
+
+    tokens: str = "???"  # a directory of source directories, or one source directory (llm.tokenize_corpus writes it)
+    tokenizer: str = "???"  # its hash must be the one that the tokens were made with
+    weights: dict[str, float] | None = None  # share of each source; null: by its number of tokens
+    seq_len: int = 1024
+    order: str = "random"
+    document_masking: bool = False
+
+    def __post_init__(self) -> None:
+        check_positive(**{"data.seq_len": self.seq_len})
+        check_choice("data.order", self.order, ("random", "epoch"))
+
+
+@dataclass
+class ParallelConfig:
+    """Degrees of each kind of parallelism; today data parallel, whose degree is the world size."""
+
+    dp: int | None = None  # null: the world size
+    timeout_s: float = 600.0
+
+    def check(self, world_size: int) -> None:
+        if self.dp is not None and self.dp != world_size:
+            raise UserError(
+                f"parallel.dp={self.dp} must equal the world size {world_size}; "
+                f"start torchrun with --nproc-per-node={self.dp} or leave parallel.dp null"
+            )
+
+
+@dataclass
+class CheckpointConfig:
+    every_steps: int = 1000  # and always at the last step and on SIGTERM
+    keep_last: int = 3
+
+    def __post_init__(self) -> None:
+        check_positive(**{"checkpoint.every_steps": self.every_steps, "checkpoint.keep_last": self.keep_last})
+
+
+@dataclass
+class TrackingConfig:
+    wandb: str = "off"
+    project: str = "mew"
+
+    def __post_init__(self) -> None:
+        check_choice("tracking.wandb", self.wandb, ("off", "offline", "online"))
+
+
+@dataclass
+class HardwareConfig:
+    """A device's dense peaks, from its datasheet (or, for a CPU, measured by llm.calibration at start)."""
+
+    name: str = "auto"  # auto: the file in configs/hardware/ whose `matches` stands in the device's name
+    matches: str = ""
+    bf16_flops: float | None = None
+    fp32_flops: float | None = None  # on tensor cores: TF32
+    memory_bytes: float | None = None
+    memory_bytes_per_s: float | None = None
+    source: str = ""
+
+
+@dataclass
+class TrainConfig:
+    """Everything that `python -m llm.training` takes."""
+
+    name: str = "???"
+    runs_dir: str = "runs"
+    resume: str = "auto"  # auto: the newest whole checkpoint of this run, else a fresh start; or "none"
+    seed: int = 1337
+    device: str = "auto"
+    dtype: str = "auto"  # matmul inputs: bfloat16 autocast on a GPU, float32 on a CPU; weights are float32
+    compile: str = "none"  # none, block (each block on its own) or model
+    max_steps: int = 1000
+    max_time_s: float | None = None  # stop, saved and whole, after this long
+    micro_batch_size: int = 8  # sequences a rank takes through the model at once
+    global_batch_tokens: int = 8192
+    z_loss: float = 0.0
+    log_every: int = 10
+    validate_every: int = 250
+    validation_tokens: int = 262_144  # at most this many of the validation split, the same at each validation
+    sample_tokens: int = 64
+    sample_prompt: str = ""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+
+    def __post_init__(self) -> None:
+        check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        check_choice("compile", self.compile, ("none", "block", "model"))
+        check_choice("device", self.device, ("auto", "cpu", "cuda"))
+        check_choice("resume", self.resume, ("auto", "none"))
+        check_positive(
+            max_steps=self.max_steps, micro_batch_size=self.micro_batch_size, log_every=self.log_every,
+            global_batch_tokens=self.global_batch_tokens, validate_every=self.validate_every,
+        )  # fmt: skip
+        if self.data.seq_len > self.model.max_seq_len:
+            raise UserError(
+                f"data.seq_len={self.data.seq_len} must not exceed model.max_seq_len={self.model.max_seq_len}; "
+                f"raise model.max_seq_len"
+            )
+
+    def grad_accum_steps(self, world_size: int) -> int:
+        """Micro-batches a rank runs in one optimizer step."""
+        tokens = self.micro_batch_size * self.data.seq_len * world_size
+        if self.global_batch_tokens % tokens:
+            raise UserError(
+                f"global_batch_tokens={self.global_batch_tokens} must be a multiple of micro_batch_size x seq_len x "
+                f"ranks = {self.micro_batch_size} x {self.data.seq_len} x {world_size} = {tokens}; "
+                f"use {max(1, round(self.global_batch_tokens / tokens)) * tokens}"
+            )
+        return self.global_batch_tokens // tokens

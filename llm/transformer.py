@@ -1,0 +1,195 @@
+"""The model, and nothing but the model: a decoder-only Transformer on a single device, without parallel code.
+
+Pre-norm blocks with RMSNorm (Zhang & Sennrich 2019), rotary positions (Su et al. 2021, halves paired as Hugging Face
+stores them), grouped-query attention (Ainslie et al. 2023), SwiGLU (Shazeer 2020); optional qkv bias (Qwen2), QK-norm
+(Qwen3), tied embeddings, mixture of experts (llm/moe.py). Strategies are applied from outside (llm/parallelize.py)
+through three seams: a Linear's `matmul`, an attention's `attend`, and the names of `blocks`.
+
+Shapes: B batch, T query tokens, S keys, C d_model, F d_ff, H heads, K kv heads, D head_dim, V vocab, L layers,
+E experts, N = B*T.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from llm.args import ModelConfig, RopeScaling
+from llm.kv_cache import KVCache
+from llm.moe import MixtureOfExperts
+from llm.transformer_attention import BACKENDS
+from llm.transformer_context import BlockContext, make_context
+from llm.transformer_layers import Linear, SwiGlu, at_least_float32
+
+Rope = tuple[Tensor, Tensor]
+
+
+class Embedding(nn.Module):
+    """token ids (B, T) -> vectors (B, T, C)."""
+
+    def __init__(self, vocab_size: int, d_model: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        return F.embedding(token_ids, self.weight)  # (B, T, C)
+
+
+class RmsNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dim, in float32 or better."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = at_least_float32(x)
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (normed * self.weight).to(x.dtype)
+
+
+class RoPE(nn.Module):
+    """Rotary position embedding: the pair (i, i + D/2) of a head turns by position * theta^(-2i/D)."""
+
+    def __init__(self, head_dim: int, theta: float, scaling: RopeScaling | None = None):
+        super().__init__()
+        frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)  # (D/2,)
+        if scaling is not None:
+            frequencies = scale_frequencies(frequencies, scaling)
+        # Held as bits, so that model.to(bfloat16) moves the float64 values without rounding them.
+        self.register_buffer("frequency_bits", frequencies.view(torch.int64), persistent=False)
+
+    def forward(self, token_positions: Tensor) -> Rope:
+        """Positions (B, T) -> cos and sin, each (B, T, 1, D) float32, computed once for all blocks."""
+        angles = token_positions[..., None] * self.frequency_bits.view(torch.float64)  # (B, T, D/2)
+        angles = torch.cat((angles, angles), dim=-1)[:, :, None]  # (B, T, 1, D)
+        return angles.cos().float(), angles.sin().float()
+
+    @staticmethod
+    def rotate(x: Tensor, rope: Rope) -> Tensor:
+        """Turn x (B, T, H, D) by the angles of its positions, in float32 or better."""
+        cos, sin = rope
+        first, second = x.chunk(2, dim=-1)
+        half_turned = torch.cat((-second, first), dim=-1)  # (B, T, H, D)
+        return (x * cos + half_turned * sin).to(x.dtype)
+
+
+def scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Llama 3's RoPE scaling: slow pairs are slowed by `factor`, fast ones kept, those between blended."""
+    turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)  # full turns within the original context
+    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    blend = blend.clamp(0.0, 1.0)  # 0: slow, 1: fast
+    return frequencies * (blend + (1.0 - blend) / scaling.factor)
+
+
+class ScaledDotProductAttention(nn.Module):
+    """Chooses the backend: q (B, T, H, D), k, v (B, S, K, D) -> out (B, T, H, D), lse (B, H, T) or None."""
+
+    def __init__(self, backend: str):
+        super().__init__()
+        self.backend = backend
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, ctx: BlockContext) -> tuple[Tensor, Tensor | None]:
+        return BACKENDS[self.backend](q, k, v, ctx)
+
+
+class MultiHeadAttention(nn.Module):
+    """Causal self-attention with grouped kv heads: x (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__()
+        C, H, K, D = config.d_model, config.num_heads, config.num_kv_heads, config.head_dim
+        self.layer = layer
+        self.head_dim = D
+        self.q_proj = Linear(C, H * D, bias=config.qkv_bias)
+        self.k_proj = Linear(C, K * D, bias=config.qkv_bias)
+        self.v_proj = Linear(C, K * D, bias=config.qkv_bias)
+        self.o_proj = Linear(H * D, C)
+        self.q_norm = RmsNorm(D, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RmsNorm(D, config.norm_eps) if config.qk_norm else None
+        self.attend: Callable = ScaledDotProductAttention(config.attention)
+
+    def positioned(self, x: Tensor, ctx: BlockContext) -> Tensor:
+        """Queries or keys (B, T, H, D) with their positions worked in: here, none."""
+        return x
+
+    def forward(self, x: Tensor, ctx: BlockContext) -> Tensor:
+        B, T, _ = x.shape
+        # -1 for the heads: under tensor parallelism a rank holds only some of them.
+        q = self.q_proj(x).view(B, T, -1, self.head_dim)  # (B, T, H, D)
+        k = self.k_proj(x).view(B, T, -1, self.head_dim)  # (B, T, K, D)
+        v = self.v_proj(x).view(B, T, -1, self.head_dim)  # (B, T, K, D)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.positioned(q, ctx), self.positioned(k, ctx)
+        if ctx.cache is not None:
+            k, v = ctx.cache.update(self.layer, k, v, ctx.token_positions)  # (B, S, K, D)
+        out, _ = self.attend(q, k, v, ctx)  # (B, T, H, D)
+        return self.o_proj(out.reshape(B, T, -1))  # (B, T, C)
+
+
+class MultiHeadAttentionWithRoPE(MultiHeadAttention):
+    """MultiHeadAttention whose queries and keys are turned by their positions."""
+
+    def positioned(self, x: Tensor, ctx: BlockContext) -> Tensor:
+        return RoPE.rotate(x, ctx.rope)
+
+
+class TransformerBlock(nn.Module):
+    """x + attention(norm(x)), then x + feed_forward(norm(x)): (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__()
+        self.attention_norm = RmsNorm(config.d_model, config.norm_eps)
+        self.attention = MultiHeadAttentionWithRoPE(config, layer)
+        self.ffn_norm = RmsNorm(config.d_model, config.norm_eps)
+        self.ffn = MixtureOfExperts(config) if config.moe.num_experts else SwiGlu(config.d_model, config.d_ff)
+
+    def forward(self, x: Tensor, ctx: BlockContext) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), ctx)
+        return x + self.ffn(self.ffn_norm(x))
+
+
+class Transformer(nn.Module):
+    """token ids (B, T) -> logits (B, T, V).
+
+    `embedding`, `norm` and `output` may be None on a pipeline stage; a stage without the embedding takes hidden
+    states (B, T, C) in place of ids. Blocks are named "0".."L-1" in the whole model and keep their names on a stage.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        assert config.vocab_size is not None, "fill in vocab_size first (ModelConfig.with_vocab_of)"
+        self.config = config
+        self.embedding: Embedding | None = Embedding(config.vocab_size, config.d_model)
+        self.rope = RoPE(config.head_dim, config.rope_theta, config.rope_scaling)
+        self.blocks = nn.ModuleDict({str(layer): TransformerBlock(config, layer) for layer in range(config.num_layers)})
+        self.norm: RmsNorm | None = RmsNorm(config.d_model, config.norm_eps)
+        self.output: Linear | None = Linear(config.d_model, config.vocab_size)
+        if config.tie_embeddings:
+            self.output.weight = self.embedding.weight
+
+    def hidden_states(self, x: Tensor, ctx: BlockContext | None = None) -> Tensor:
+        """Ids (B, T), or hidden states on a later stage, -> the states (B, T, C) that `output` reads."""
+        ctx = ctx if ctx is not None else make_context(x)
+        ctx.rope = self.rope(ctx.token_positions)
+        if self.embedding is not None:
+            x = self.embedding(x)  # (B, T, C)
+        for block in self.blocks.values():
+            x = block(x, ctx)
+        if ctx.cache is not None:
+            ctx.cache.advance(x.shape[1])
+        return self.norm(x) if self.norm is not None else x
+
+    def forward(self, x: Tensor, ctx: BlockContext | None = None) -> Tensor:
+        x = self.hidden_states(x, ctx)
+        return self.output(x) if self.output is not None else x  # (B, T, V)
+
+    def make_cache(self, num_rows: int, max_len: int, dtype: torch.dtype | None = None) -> KVCache:
+        """An empty cache for `num_rows` sequences of at most `max_len` tokens."""
+        weight = self.output.weight
+        shape = (num_rows, max_len, self.config.num_kv_heads, self.config.head_dim)
+        return KVCache(self.config.num_layers, shape, dtype or weight.dtype, weight.device)

@@ -1,0 +1,43 @@
+"""The two layers that dense and expert blocks share: Linear, whose matmul can be swapped, and SwiGlu."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Matmul = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """bfloat16 and float16 to float32, for sums that must not lose digits; float32 and float64 as they are."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+class Linear(nn.Module):
+    """x (..., in) -> x weight^T + bias (..., out); weight (out, in).
+
+    `matmul(x, weight, bias)` is the seam for LoRA, FP8, tensor parallelism and deferred weight gradients.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        self.matmul: Matmul = F.linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.matmul(x, self.weight, self.bias)
+
+
+class SwiGlu(nn.Module):
+    """down(silu(gate(x)) * up(x)): (..., C) -> (..., F) -> (..., C). Shazeer 2020, without biases."""
+
+    def __init__(self, d_model: int, d_ff: int):
+        super().__init__()
+        self.gate_proj = Linear(d_model, d_ff)
+        self.up_proj = Linear(d_model, d_ff)
+        self.down_proj = Linear(d_ff, d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
