@@ -1,0 +1,129 @@
+"""The quality_filter stage: cheap rules on characters and lines, each named in the drop reason and set by config.
+
+The rules ask whether this is text at all (not a number dump, a menu, an encoded file), not whether it is good; the
+idea and several bounds follow Gopher (Rae et al. 2021, appendix A). They count characters, not words, so that they
+hold for scripts without spaces. A rule whose bound is 0 is off (max_*) or lets everything pass (min_*).
+"""
+
+import unicodedata
+from collections import Counter
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from configs.errors import UserError
+from data_processing.document import Document
+from data_processing.stage import StatelessStage
+
+PUNCTUATION = frozenset(".,;:!?'\"()-\u2010\u2011\u2013\u2014\u2018\u2019\u201c\u201d\u2026、。，！？")
+ASCII = bytes(range(128))
+LONG_RUN = 200
+
+
+@dataclass
+class QualityFilterConfig:
+    """Bounds of the rules; shares lie in 0..1. Set a bound to 0 to switch its rule off."""
+
+    min_characters: int = 100
+    max_characters: int = 0
+    min_letter_share: float = 0.5  # letters and their marks, of all characters but white space
+    max_symbol_share: float = 0.25  # neither letter, digit, white space nor ordinary punctuation
+    max_one_character_share: float = 0.35  # the most frequent character but white space ("aaaa", "-----")
+    max_repeated_line_share: float = 0.3  # characters of lines that stood in the document before (Gopher: 0.3)
+    max_run_share: float = 0.3  # characters in unbroken ASCII runs of 200 or more (encoded data)
+
+    def __post_init__(self):
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value < 0 or (f.name.endswith("_share") and value > 1):
+                bound = "0..1" if f.name.endswith("_share") else "0 or more"
+                raise UserError(f"quality_filter.{f.name}={value} is out of range; use a value in {bound}")
+
+
+@dataclass(slots=True)
+class CharacterShares:
+    """How a text's characters but white space divide; all in 0..1."""
+
+    letters: float
+    symbols: float
+    most_frequent: float
+
+
+def count_characters(text: str) -> Counter[str]:
+    """How often each character occurs: ASCII in one NumPy pass, only the rest one by one."""
+    data = text.encode("utf-8")
+    rest = Counter() if text.isascii() else Counter(data.translate(None, ASCII).decode("utf-8"))
+    counts = np.bincount(np.frombuffer(data, dtype=np.uint8), minlength=128)[:128]
+    rest.update({chr(code): int(counts[code]) for code in np.flatnonzero(counts)})
+    return rest
+
+
+def character_shares(text: str) -> CharacterShares:
+    """Letters (with combining marks), symbols and the most frequent character as shares of the non-space ones."""
+    letters = symbols = total = most = 0
+    for character, count in count_characters(text).items():
+        if character.isspace():
+            continue
+        total += count
+        most = max(most, count)
+        kind = unicodedata.category(character)[0]
+        if kind in "LM":
+            letters += count
+        elif kind != "N" and character not in PUNCTUATION:
+            symbols += count
+    total = max(total, 1)
+    return CharacterShares(letters / total, symbols / total, most / total)
+
+
+def repeated_line_share(text: str) -> float:
+    """Characters of lines that repeat an earlier line, of the characters of all lines (outer white space aside)."""
+    seen: set[str] = set()
+    repeated = total = 0
+    for raw in text.split("\n"):
+        line = raw.strip()
+        total += len(line)
+        if line in seen:
+            repeated += len(line)
+        seen.add(line)
+    return repeated / max(total, 1)
+
+
+def run_share(text: str) -> float:
+    """Unbroken runs of 200 or more ASCII characters, of all characters: base64, minified code, hex dumps."""
+    data = np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
+    breaks = np.flatnonzero((data <= 32) | (data >= 128))  # white space, and any byte of another script
+    runs = np.diff(breaks, prepend=-1, append=data.size) - 1
+    return int(runs[runs >= LONG_RUN].sum()) / max(len(text), 1)
+
+
+class QualityFilter(StatelessStage):
+    """Drops a document at the first rule it breaks, cheapest rules first."""
+
+    name = "quality_filter"
+
+    def __init__(self, config: QualityFilterConfig):
+        self.config = config
+
+    def judge(self, document: Document) -> tuple[str, str]:
+        c, text = self.config, document.text
+        if len(text) < c.min_characters:
+            return "too_short", f"{len(text)} characters < min_characters={c.min_characters}"
+        if c.max_characters and len(text) > c.max_characters:
+            return "too_long", f"{len(text)} characters > max_characters={c.max_characters}"
+        shares = character_shares(text)
+        if shares.letters < c.min_letter_share:
+            return "few_letters", f"letters {shares.letters:.3f} < min_letter_share={c.min_letter_share}"
+        if self._above(shares.symbols, c.max_symbol_share):
+            return "many_symbols", f"symbols {shares.symbols:.3f} > max_symbol_share={c.max_symbol_share}"
+        if self._above(shares.most_frequent, c.max_one_character_share):
+            share = f"most frequent character {shares.most_frequent:.3f}"
+            return "one_character", f"{share} > max_one_character_share={c.max_one_character_share}"
+        if c.max_repeated_line_share and self._above(lines := repeated_line_share(text), c.max_repeated_line_share):
+            return "repeated_lines", f"repeated {lines:.3f} > max_repeated_line_share={c.max_repeated_line_share}"
+        if c.max_run_share and self._above(runs := run_share(text), c.max_run_share):
+            return "long_runs", f"unbroken runs {runs:.3f} > max_run_share={c.max_run_share}"
+        return "", ""
+
+    @staticmethod
+    def _above(value: float, bound: float) -> bool:
+        return bound > 0 and value > bound
