@@ -94,15 +94,16 @@ def open_bytes(path: str | Path) -> Iterator[BinaryIO]:
         raise UserError(f"{path} is cut off or broken ({error}); compress or fetch it again") from error
 
 
-def decode_utf8(data: bytes, where: str, errors: Errors, counts: Counter | None = None) -> str:
-    """Bytes to text; `where` (file and line) opens the UserError of "strict", "replace" adds to `counts`."""
+def decode_utf8(data: bytes, path: str | Path, line: int, errors: Errors, counts: Counter | None = None) -> str:
+    """Bytes that begin at `line` of a file, as text; "strict" raises a UserError with the line, "replace" counts."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         if errors == "strict":
+            where = f"{path}:{line + data.count(10, 0, error.start)}"
+            byte = data[error.start]
             raise UserError(
-                f"{where}: byte {error.start} (0x{data[error.start]:02x}) is not UTF-8;"
-                " convert the file or set errors=replace"
+                f"{where}: byte 0x{byte:02x} is not UTF-8; convert the file or set errors=replace"
             ) from error
     text = data.decode("utf-8", errors="replace")
     _count_replaced(counts, text.count("\ufffd") - data.count(REPLACEMENT_UTF8))
@@ -133,7 +134,7 @@ def _find_bad_line(path: str | Path) -> UserError:
     with open_bytes(path) as file:
         for number, line in enumerate(file, 1):
             try:
-                decode_utf8(line, f"{path}:{number}", "strict")
+                decode_utf8(line, path, number, "strict")
             except UserError as error:
                 return error
     return UserError(f"{path} changed while it was read; run again")
@@ -154,7 +155,7 @@ def read_json_objects(
             if line.isspace() or not line:
                 continue
             where = f"{path}:{number}"
-            value = _parse_object(decode_utf8(line, where, errors, counts), where)
+            value = _parse_object(decode_utf8(line, path, number, errors, counts), where)
             if SURROGATE_ESCAPE.search(line):
                 value = _mend_surrogates(value, where, errors, counts)
             yield number, value

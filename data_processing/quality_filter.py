@@ -42,35 +42,37 @@ class QualityFilterConfig:
 
 @dataclass(slots=True)
 class CharacterShares:
-    """How a text's characters but white space divide; all in 0..1."""
+    """How a text's visible characters divide; all in 0..1."""
 
     letters: float
     symbols: float
     most_frequent: float
 
 
-def count_characters(text: str) -> Counter[str]:
-    """How often each character occurs: ASCII in one NumPy pass, only the rest one by one."""
-    data = text.encode("utf-8")
-    rest = Counter() if text.isascii() else Counter(data.translate(None, ASCII).decode("utf-8"))
-    counts = np.bincount(np.frombuffer(data, dtype=np.uint8), minlength=128)[:128]
-    rest.update({chr(code): int(counts[code]) for code in np.flatnonzero(counts)})
-    return rest
+def _classify(character: str) -> tuple[bool, bool, bool]:
+    """(letter or combining mark, symbol, anything but white space)."""
+    kind = unicodedata.category(character)[0]
+    visible = not character.isspace()
+    return kind in "LM", visible and kind not in "LMN" and character not in PUNCTUATION, visible
+
+
+ASCII_CLASSES = np.array([_classify(chr(code)) for code in range(128)], dtype=np.int64)  # (128, 3)
 
 
 def character_shares(text: str) -> CharacterShares:
-    """Letters (with combining marks), symbols and the most frequent character as shares of the non-space ones."""
-    letters = symbols = total = most = 0
-    for character, count in count_characters(text).items():
-        if character.isspace():
-            continue
-        total += count
-        most = max(most, count)
-        kind = unicodedata.category(character)[0]
-        if kind in "LM":
-            letters += count
-        elif kind != "N" and character not in PUNCTUATION:
-            symbols += count
+    """Letters (with combining marks), symbols and the most frequent character as shares of the visible ones.
+
+    ASCII is counted in one NumPy pass; only the characters beyond it are looked at one by one.
+    """
+    data = text.encode("utf-8")
+    counts = np.bincount(np.frombuffer(data, dtype=np.uint8), minlength=128)[:128]  # (128,)
+    letters, symbols, total = (int(n) for n in counts @ ASCII_CLASSES)
+    most = int((counts * ASCII_CLASSES[:, 2]).max())
+    rest = "" if text.isascii() else data.translate(None, ASCII).decode("utf-8")
+    for character, count in Counter(rest).items():
+        letter, symbol, visible = _classify(character)
+        letters, symbols, total = letters + letter * count, symbols + symbol * count, total + visible * count
+        most = max(most, visible * count)
     total = max(total, 1)
     return CharacterShares(letters / total, symbols / total, most / total)
 

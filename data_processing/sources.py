@@ -1,0 +1,177 @@
+"""Where build_corpus takes its documents from, chosen by name: embedded, text, jsonl, hf.
+
+A source streams documents in the same order each time (a killed run is resumed by reading past what it had), and
+says what it read in `identity`, so that an unfinished corpus is never continued from other input.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from configs.errors import UserError, check_choice, check_positive
+from data_processing.document import (
+    DOCUMENT_SUFFIXES,
+    UTF8_BOM,
+    Document,
+    Errors,
+    decode_utf8,
+    expand_paths,
+    open_bytes,
+    read_json_objects,
+)
+from data_processing.sources_embedded import EmbeddedSource
+from data_processing.sources_hf import HfSource
+from data_processing.sources_rows import RowFields, document_from_row
+
+SOURCES = ("embedded", "text", "jsonl", "hf")
+TEXT_SUFFIXES = tuple(kind + packed for kind in (".txt", ".md", ".text", ".rst") for packed in ("", ".gz", ".zst"))
+CHUNK_BYTES = 1 << 20
+
+
+@dataclass
+class SourceConfig:
+    """The settings of all sources; each reads its own."""
+
+    source: str = "embedded"
+    path: str = ""  # text, jsonl: file, directory or glob; hf: dataset name or local directory
+    errors: str = "strict"  # bytes that are not UTF-8: strict refuses, replace makes U+FFFD and counts
+    separator: str = ""  # text: what stands between documents in one file; "" is one document a file
+    text_key: str = "text"
+    id_key: str = "id"
+    source_name: str = ""  # the documents' `source`; "" keeps their own, or names the kind of source
+    hf_config: str = ""
+    hf_split: str = "train"
+    max_documents: int = 0  # stop after so many documents; 0 is no limit
+    max_tokens: int = 0  # stop after about so many tokens; 0 is no limit
+    bytes_per_token: float = 4.0  # the estimate that max_tokens is counted with
+
+    def __post_init__(self):
+        check_choice("source", self.source, SOURCES)
+        check_choice("errors", self.errors, ("strict", "replace"))
+        check_positive(bytes_per_token=self.bytes_per_token)
+        for name in ("max_documents", "max_tokens"):
+            if getattr(self, name) < 0:
+                raise UserError(f"{name}={getattr(self, name)} is negative; use 0 for no limit")
+        if self.source != "embedded" and not self.path:
+            raise UserError(f"source={self.source} needs a path; add path=... (a quoted glob works for text and jsonl)")
+        if self.source == "embedded" and self.path:
+            raise UserError(f"path={self.path!r} has no meaning for source=embedded; add source=text or source=jsonl")
+
+
+class Source(Protocol):
+    """A stream of documents; `counts` grows while it is read, `total_bytes` is an estimate for the progress bar."""
+
+    counts: Counter
+    total_bytes: int | None
+
+    def identity(self) -> dict[str, Any]:
+        """What the stream consists of: equal identities give equal documents."""
+
+    def documents(self) -> Iterator[Document]:
+        """The documents, from the first, in an order that never changes."""
+
+
+def build_source(config: SourceConfig) -> Source:
+    """The source that the config names, with its input files found (UserError when there are none)."""
+    if config.source == "embedded":
+        return EmbeddedSource()
+    names = RowFields(config.text_key, config.id_key, config.source_name, config.source)
+    if config.source == "hf":
+        return HfSource(config.path, config.hf_config, config.hf_split, names)
+    if config.source == "jsonl":
+        return JsonlSource(expand_paths(config.path, DOCUMENT_SUFFIXES), config.errors, names)
+    files = expand_paths(config.path, TEXT_SUFFIXES)
+    return TextSource(files, config.errors, config.separator, config.source_name or "text")
+
+
+def limit_documents(documents: Iterator[Document], config: SourceConfig) -> Iterator[Document]:
+    """End the stream at the document budget, or before the document that would pass the token budget."""
+    budget = config.max_tokens * config.bytes_per_token if config.max_tokens else float("inf")
+    for index, document in enumerate(documents):
+        budget -= len(document.text.encode("utf-8", errors="surrogatepass"))
+        if budget < 0 or (config.max_documents and index >= config.max_documents):
+            return
+        yield document
+
+
+def describe_files(files: list[Path]) -> dict[str, Any]:
+    """The identity of input files: name and size in bytes."""
+    return {"files": [[str(path), path.stat().st_size] for path in files]}
+
+
+def plain_bytes(files: list[Path]) -> int | None:
+    """The files' size in bytes, None when one is compressed."""
+    packed = any(path.suffix in (".gz", ".zst") for path in files)
+    return None if packed else sum(path.stat().st_size for path in files)
+
+
+def relative_names(files: list[Path]) -> list[str]:
+    """Names below the files' common folder, fit for an id: distinct, without this machine's folders, valid UTF-8."""
+    common = os.path.commonpath([path.parent.absolute() for path in files])
+    names = [path.absolute().relative_to(common).as_posix() for path in files]
+    return [name.encode("utf-8", errors="backslashreplace").decode("utf-8") for name in names]
+
+
+@dataclass
+class TextSource:
+    """Plain text files, one document a file or, with a separator, one a piece; decoded piece by piece."""
+
+    files: list[Path]
+    errors: Errors
+    separator: str
+    source_name: str
+    counts: Counter = field(default_factory=Counter)
+
+    @property
+    def total_bytes(self) -> int | None:
+        return plain_bytes(self.files)
+
+    def identity(self) -> dict[str, Any]:
+        return describe_files(self.files) | {"separator": self.separator}
+
+    def documents(self) -> Iterator[Document]:
+        for path, name in zip(self.files, relative_names(self.files), strict=True):
+            title = Path(name).name.split(".")[0]
+            for index, (line, piece) in enumerate(self._pieces(path)):
+                text = decode_utf8(piece, path, line, self.errors, self.counts)
+                yield Document(f"{name}#{index}" if self.separator else name, self.source_name, text, title=title)
+
+    def _pieces(self, path: Path) -> Iterator[tuple[int, bytes]]:
+        """(line number of its start, bytes) of each piece; UTF-8 lets a file be cut at bytes of the separator."""
+        with open_bytes(path) as file:
+            if not self.separator:
+                yield 1, file.read().removeprefix(UTF8_BOM)
+                return
+            separator, line, rest = self.separator.encode("utf-8"), 1, b""
+            while chunk := file.read(max(CHUNK_BYTES, len(rest))):  # doubling: a huge piece costs linear time
+                *pieces, rest = (rest + chunk).split(separator)
+                for piece in pieces:
+                    yield line, piece
+                    line += piece.count(b"\n") + separator.count(b"\n")
+            if rest.strip():  # a file may end in its separator
+                yield line, rest
+
+
+@dataclass
+class JsonlSource:
+    """JSONL files, our own documents or any rows with a text key."""
+
+    files: list[Path]
+    errors: Errors
+    row_fields: RowFields
+    counts: Counter = field(default_factory=Counter)
+
+    @property
+    def total_bytes(self) -> int | None:
+        return plain_bytes(self.files)
+
+    def identity(self) -> dict[str, Any]:
+        return describe_files(self.files) | {"row_fields": [self.row_fields.text_key, self.row_fields.id_key]}
+
+    def documents(self) -> Iterator[Document]:
+        for path, name in zip(self.files, relative_names(self.files), strict=True):
+            for number, row in read_json_objects(path, self.errors, self.counts):
+                yield document_from_row(row, self.row_fields, f"{path}:{number}", default_id=f"{name}:{number}")
