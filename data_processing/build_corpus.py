@@ -143,7 +143,7 @@ def build_corpus(config: BuildCorpusConfig) -> dict[str, Any]:
     source = build_source(config)
     identity = identity_of(config, source)
     store = BlockStore(config.output, config.compression)
-    finished = store.finished_stats(identity)
+    finished = None if config.overwrite else store.finished_stats(identity)
     if finished is not None:
         store.remove_work()
         return finished

@@ -53,7 +53,7 @@ class BlockStore:
         planned = read_json(self.plan_path) if self.plan_path.exists() else None
         if self.stats_path.exists():
             planned = read_json(self.stats_path).get("identity", {})
-        if planned != identity:
+        if overwrite or planned != identity:
             if not overwrite and (planned is not None or self._shards()):
                 changed = _changed_keys(planned or {}, identity)
                 raise UserError(

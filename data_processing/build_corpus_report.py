@@ -8,19 +8,19 @@ STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
 table { border-collapse: collapse; width: 100%; margin: 0 0 2rem; }
 th, td { text-align: right; padding: .3rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top; }
-th:first-child, td:first-child, td.text { text-align: left; }
+th:first-child, td:first-child, td.text, th.text { text-align: left; }
 td { font-variant-numeric: tabular-nums; }
 .bar { display: flex; width: 9rem; height: .8rem; margin-top: .35rem; background: var(--lost); }
 .bar i { background: var(--kept); }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; border-left: 3px solid var(--lost); padding-left: .8rem; }
 summary { cursor: pointer; }
 """
-HEAD = "<th>stage</th><th>source</th><th>in</th><th>out</th><th>kept</th><th>MB in</th><th>MB out</th><th>dropped</th>"
+HEAD = "<th>stage</th><th class='text'>source</th><th>in</th><th>out</th><th>kept</th><th>MB in</th><th>MB out</th><th>dropped</th>"
 
 
 def render_report(stats: dict[str, Any]) -> str:
     """The page's HTML from stats.json's content; every text in it is escaped."""
-    facts = f"{stats['documents']:,} documents, {stats['bytes'] / 1e6:,.2f} MB in {len(stats['shards'])} shards"
+    facts = f"{stats['documents']:,} documents, {stats['bytes'] / 1e6:,.2f} MB (files: {len(stats['shards'])})"
     parts = [
         "<!doctype html><html lang='en'><head><meta charset='utf-8'><title>Corpus report</title>",
         "<meta name='viewport' content='width=device-width'>",

@@ -92,9 +92,9 @@ def repeated_line_share(text: str) -> float:
 
 def run_share(text: str) -> float:
     """Unbroken runs of 200 or more ASCII characters, of all characters: base64, minified code, hex dumps."""
-    data = np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
-    breaks = np.flatnonzero((data <= 32) | (data >= 128))  # white space, and any byte of another script
-    runs = np.diff(breaks, prepend=-1, append=data.size) - 1
+    data = np.frombuffer(f" {text} ".encode(), dtype=np.uint8)
+    breaks = np.flatnonzero(data - np.uint8(33) >= 95)  # wraps: white space, controls, any byte of another script
+    runs = breaks[1:] - breaks[:-1] - 1
     return int(runs[runs >= LONG_RUN].sum()) / max(len(text), 1)
 
 
