@@ -45,19 +45,20 @@ def make_context(
 ) -> BlockContext:
     """The context of a batch of token ids (B, T).
 
-    Without positions the tokens follow the ones in the cache, or start at 0. With a cache, a token's slot is its
-    position, so a right-padded prompt needs no mask of its own: what padding wrote is overwritten before any query
-    gets as far.
+    Without positions a row's tokens follow the ones it has in the cache, or start at 0. With a cache, a token's slot
+    is its position, so a right-padded prompt needs no mask of its own: what padding wrote is overwritten before any
+    query gets as far.
     """
     num_tokens = token_ids.shape[1]
     if token_positions is None:
-        start = cache.length if cache is not None else 0
-        token_positions = torch.arange(start, start + num_tokens, device=token_ids.device)[None]  # (1, T)
+        token_positions = torch.arange(num_tokens, device=token_ids.device)[None]  # (1, T)
+        if cache is not None and cache.length > 0:
+            token_positions = cache.positions[:, None] + token_positions  # (B, T)
     mask = None
     if doc_ids is not None:
         assert cache is None, "documents are packed in training, a cache is for generation"
         mask = document_mask(doc_ids)
     elif cache is not None and cache.length > 0:
-        slots = torch.arange(cache.length + num_tokens, device=token_ids.device)
-        mask = (slots[None, None, :] <= token_positions[:, :, None])[:, None]  # (B or 1, 1, T, S)
+        slots = torch.arange(cache.length + num_tokens, device=token_ids.device)  # (S,)
+        mask = (slots <= token_positions[:, :, None])[:, None]  # (B or 1, 1, T, S)
     return BlockContext(token_positions, doc_ids=doc_ids, cache=cache, mask=mask)
