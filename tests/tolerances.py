@@ -12,3 +12,5 @@ OPTIMIZER_STEPS = 1e-6
 MEMORY_RATIO = 0.10
 # A fresh model's loss against ln V + 0.0002 d_model (DESIGN.md's bound).
 INITIAL_LOSS = 0.02
+# One rounding to bfloat16 (8 bits of mantissa): of a float32 result, the relative error is at most this.
+BF16_ROUNDING = 2.0**-8
