@@ -41,15 +41,9 @@ def run_steps(optimizer, params, steps=10, skip=()):
         for index, param in enumerate(params):
             gradient = torch.randn(param.shape, generator=generator)
             param.grad = None if (step, index) in skip else gradient.to(param.dtype)
-        set_learning_rate(optimizer, 1 / (1 + step)) if isinstance(optimizer, MixedOptimizer) else lower(
-            optimizer, step
-        )
+        for group in optimizer.param_groups:
+            group["lr"] = group.setdefault("first_lr", group["lr"]) / (1 + step)
         optimizer.step()
-
-
-def lower(optimizer, step):
-    for group in optimizer.param_groups:
-        group["lr"] = group.setdefault("first_lr", group["lr"]) / (1 + step)
 
 
 def assert_equal_params(ours, theirs, tolerance=OPTIMIZER_STEPS):
