@@ -71,7 +71,6 @@ class RunDir:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.checkpoints = self.path / "checkpoints"
-        self.metrics = self.path / "metrics.jsonl"
 
     def create(self) -> None:
         self.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -94,8 +93,9 @@ class RunDir:
         with open(self.path / name, "a", encoding="utf-8") as file:
             file.write(text)
 
-    def drop_metrics_after(self, step: int) -> None:
-        """Keep only metric lines up to `step`: a resumed run continues its own record without doubles."""
-        if self.metrics.exists():
-            kept = [line for line in read_jsonl(self.metrics) if line["step"] <= step]
-            write_text_atomic(self.metrics, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept))
+    def drop_lines_after(self, name: str, step: int) -> None:
+        """Keep only the lines of a JSONL file up to `step`: a resumed run continues its own record without doubles."""
+        path = self.path / name
+        if path.exists():
+            kept = [line for line in read_jsonl(path) if line["step"] <= step]
+            write_text_atomic(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept))

@@ -1,4 +1,4 @@
-"""The guard of the house: file and function sizes, and imports that run one way only (see docs/architecture.md)."""
+"""The guard of the house: file and function sizes, and imports that run one way only (see README.md)."""
 
 import ast
 from pathlib import Path
