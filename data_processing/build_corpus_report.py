@@ -15,7 +15,8 @@ td { font-variant-numeric: tabular-nums; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; border-left: 3px solid var(--lost); padding-left: .8rem; }
 summary { cursor: pointer; }
 """
-HEAD = "<th>stage</th><th class='text'>source</th><th>in</th><th>out</th><th>kept</th><th>MB in</th><th>MB out</th><th>dropped</th>"
+COLUMNS = ("in", "out", "kept", "MB in", "MB out", "dropped")
+HEAD = "<th>stage</th><th class='text'>source</th>" + "".join(f"<th>{name}</th>" for name in COLUMNS)
 
 
 def render_report(stats: dict[str, Any]) -> str:
