@@ -1,0 +1,43 @@
+"""Worker processes for text: an ordered map with a bounded number of batches under way.
+
+Workers come from a fork server (spawned where there is none), never from a fork of the caller: the caller may have
+used OpenMP or CUDA, whose threads do not survive a fork.
+"""
+
+import multiprocessing
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+BATCHES_PER_WORKER = 3  # under way at a time: one worked on, two waiting
+_worker: Callable | None = None
+
+
+def ordered_map(worker: Callable, batches: Iterable[Any], num_processes: int) -> Iterator[Any]:
+    """worker(batch) for each batch, in order; with one process in this one. `worker` must be picklable.
+
+    `worker` is sent once to each process. An exception of a worker is raised here.
+    """
+    if num_processes == 1:
+        yield from map(worker, batches)
+        return
+    methods = multiprocessing.get_all_start_methods()
+    context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
+    with ProcessPoolExecutor(num_processes, context, initializer=_set_worker, initargs=(worker,)) as pool:
+        waiting: deque = deque()
+        for batch in batches:
+            waiting.append(pool.submit(_call_worker, batch))
+            if len(waiting) >= BATCHES_PER_WORKER * num_processes:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+def _set_worker(worker: Callable) -> None:
+    global _worker
+    _worker = worker
+
+
+def _call_worker(batch: Any) -> Any:
+    return _worker(batch)
