@@ -47,10 +47,10 @@ def all_gather(tensor: Tensor, mesh: Mesh, axis: str = "dp") -> Tensor:
     if mesh.size(axis) == 1:
         return tensor.detach()[None]
     sent = tensor.detach().contiguous()
-    gathered = sent.new_empty(mesh.size(axis) * sent.numel())
+    gathered = sent.new_empty(mesh.size(axis), *sent.shape)  # (P, ...)
     with mesh.log.record("all_gather", axis, mesh.size(axis), sent):
-        dist.all_gather_into_tensor(gathered, sent.view(-1), group=mesh.group(axis))
-    return gathered.view(-1, *tensor.shape)  # (P, ...)
+        dist.all_gather(list(gathered.unbind()), sent, group=mesh.group(axis))
+    return gathered
 
 
 def barrier(mesh: Mesh, axis: str = "dp") -> None:

@@ -121,7 +121,7 @@ def test_large_logits_stay_finite():
     assert sums.loss_sum.item() == 2e4 and logits.grad.tolist() == [[1.0, -1.0, 0.0]]
 
 
-@pytest.mark.parametrize("bad", [-1, V, V + 1000])
+@pytest.mark.parametrize("bad", [-1, -101, V, V + 1000])
 def test_a_target_out_of_range_raises(bad):
     logits, targets = example()
     targets[2, 1] = bad

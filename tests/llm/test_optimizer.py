@@ -111,7 +111,7 @@ def test_muon_takes_a_stack_of_experts_as_matrices():
     ours, theirs = Muon(stacked, lr=0.1), torch.optim.Muon(single, lr=0.1)
     generator = torch.Generator().manual_seed(3)
     for _ in range(3):
-        stacked[0].grad = torch.randn(3, 8, 12, generator=generator)
+        stacked[0].grad = torch.randn(3, 12, 8, generator=generator)
         for param, gradient in zip(single, stacked[0].grad, strict=True):
             param.grad = gradient.clone()
         ours.step()

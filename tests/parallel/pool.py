@@ -1,7 +1,9 @@
 """Runs a function on several ranks, each a process with a gloo mesh, for tests of what is parallel.
 
-The parent holds the rendezvous store, so no port is guessed and none is raced for. Where there is no CUDA the ranks are
-forked (0.05 s); with CUDA they are spawned, since a forked process cannot use it.
+The parent holds the rendezvous store, so no port is guessed and none is raced for; it starts the store after the forks,
+because a fork beside a running thread can leave a lock held for ever. No rank leaves before all have answered, since
+gloo fails a slow rank whose peer hangs up. Where there is no CUDA the ranks are forked (0.05 s); with CUDA they are
+spawned, since a forked process cannot use it.
 """
 
 import multiprocessing
@@ -26,23 +28,28 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list
     `function` stands at the top of a module. Raises RuntimeError with the traceback of the first rank that failed.
     """
     context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
-    store = TCPStore("127.0.0.1", 0, world_size=None, is_master=True, wait_for_workers=False)
     processes, pipes = [], []
     for rank in range(world_size):
-        receiving, sending = context.Pipe(duplex=False)
-        process = context.Process(target=rank_main, args=(sending, rank, world_size, store.port, function, args))
+        pipe, child_pipe = context.Pipe()
+        process = context.Process(target=rank_main, args=(child_pipe, rank, world_size, function, args), daemon=True)
         process.start()
-        sending.close()
+        child_pipe.close()
         processes.append(process)
-        pipes.append(receiving)
+        pipes.append(pipe)
+    store = TCPStore("127.0.0.1", 0, world_size=None, is_master=True, wait_for_workers=False)
     try:
-        return [tree_map_only(NumpyTensor, NumpyTensor.restore, result) for result in collect(pipes)]
+        for pipe in pipes:
+            pipe.send(store.port)
+        results = collect(pipes)
+        for pipe in pipes:
+            pipe.send("all have answered")
+        for process in processes:
+            process.join(TIMEOUT_S)
     finally:
         for process in processes:
-            process.join(5)
-            if process.is_alive():
-                process.kill()
-                process.join()
+            process.kill()
+            process.join()
+    return [tree_map_only(NumpyTensor, NumpyTensor.restore, result) for result in results]
 
 
 class NumpyTensor:
@@ -56,16 +63,17 @@ class NumpyTensor:
 
 
 def rank_main(
-    pipe: Connection, rank: int, world_size: int, port: int, function: Callable[..., Any], args: tuple[Any, ...]
+    pipe: Connection, rank: int, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)  # first: after a fork the parent's OpenMP threads are gone and would be waited for
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(pipe.recv()), TORCHELASTIC_USE_AGENT_STORE="True")
     try:
         mesh: Mesh = init_mesh(device="cpu", timeout_s=TIMEOUT_S)
         result = function(mesh, *args)
-        close_mesh(mesh)
         pipe.send((tree_map_only(torch.Tensor, NumpyTensor, result), None))
+        pipe.recv()
+        close_mesh(mesh)
     except BaseException:
         pipe.send((None, traceback.format_exc()))
 
