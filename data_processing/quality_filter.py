@@ -18,6 +18,7 @@ from data_processing.stage import StatelessStage
 PUNCTUATION = frozenset(".,;:!?'\"()-\u2010\u2011\u2013\u2014\u2018\u2019\u201c\u201d\u2026、。，！？")
 ASCII = bytes(range(128))
 LONG_RUN = 200
+SLICE_BYTES = 1 << 20
 
 
 @dataclass
@@ -59,13 +60,21 @@ def _classify(character: str) -> tuple[bool, bool, bool]:
 ASCII_CLASSES = np.array([_classify(chr(code)) for code in range(128)], dtype=np.int64)  # (128, 3)
 
 
+def count_bytes(data: bytes) -> np.ndarray:
+    """How often each byte value occurs, (256,) int64; in slices, since bincount widens its input eightfold."""
+    values, counts = np.frombuffer(data, dtype=np.uint8), np.zeros(256, dtype=np.int64)
+    for start in range(0, values.size, SLICE_BYTES):
+        counts += np.bincount(values[start : start + SLICE_BYTES], minlength=256)
+    return counts
+
+
 def character_shares(text: str) -> CharacterShares:
     """Letters (with combining marks), symbols and the most frequent character as shares of the visible ones.
 
     ASCII is counted in one NumPy pass; only the characters beyond it are looked at one by one.
     """
     data = text.encode("utf-8")
-    counts = np.bincount(np.frombuffer(data, dtype=np.uint8), minlength=128)[:128]  # (128,)
+    counts = count_bytes(data)[:128]  # (128,)
     letters, symbols, total = (int(n) for n in counts @ ASCII_CLASSES)
     most = int((counts * ASCII_CLASSES[:, 2]).max())
     rest = "" if text.isascii() else data.translate(None, ASCII).decode("utf-8")

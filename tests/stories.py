@@ -28,7 +28,7 @@ ENDINGS = {
 
 
 def make_stories(count: int, seed: int) -> list[Document]:
-    """`count` different stories as Documents (source "stories", 300 to 900 characters each)."""
+    """`count` stories as Documents (source "stories", 300 to 900 characters; one in some thousand repeats another)."""
     rng = random.Random(seed)
     return [make_story(rng, index) for index in range(count)]
 

@@ -81,6 +81,11 @@ def test_character_shares_match_a_plain_loop(text):
     assert shares.most_frequent == max(Counter(visible).values(), default=0) / total
 
 
+def test_shares_of_a_text_longer_than_one_slice():
+    shares = character_shares("ab. " * 700_000 + "é" * 700_000)
+    assert (shares.letters, shares.symbols, shares.most_frequent) == (3 / 4, 0.0, 1 / 4)
+
+
 def test_line_and_run_shares_by_hand():
     assert repeated_line_share("ab\ncd\n ab \nab") == 4 / 8
     assert repeated_line_share("") == 0 and run_share("") == 0
