@@ -52,9 +52,8 @@ class TrainingStep:
         num_targets = sum(batch.num_targets for batch in micro_batches)
         if self.mesh.world_size == 1:
             return num_targets, wants_stop
-        agreed = torch.tensor([num_targets, int(wants_stop)], device=self.mesh.device)
-        all_reduce_sum(agreed, self.mesh, "dp")
-        total, stops = agreed.tolist()
+        agreed = torch.tensor([num_targets, int(wants_stop)])  # on the host: it does not wait for the device
+        total, stops = all_reduce_sum(agreed, self.mesh).tolist()
         return total, stops > 0
 
     def run(self, step: int, micro_batches: list[Batch], wants_stop: bool = False) -> StepResult | None:
@@ -70,7 +69,8 @@ class TrainingStep:
         factor = learning_rate_factor(step, self.config.schedule, self.config.max_steps)
         set_learning_rate(self.optimizer, factor)
         if finite:
-            scale_gradients(self.parameters, norm, self.config.optimizer.clip_norm)
+            if self.config.optimizer.clip_norm is not None:
+                scale_gradients(self.parameters, norm, self.config.optimizer.clip_norm)
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         lr = self.config.optimizer.lr * factor

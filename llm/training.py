@@ -1,0 +1,99 @@
+"""The project's table of contents: one run, from its config to its report.
+
+    python -m llm.training experiment=quickstart
+    torchrun --nproc-per-node=2 -m llm.training experiment=quickstart micro_batch_size=16
+
+Reading order from here: training_setup (what a run needs), training_step (the one function that learns), transformer,
+loss, optimizer, data_loader, checkpoint, cost_model. A killed run continues bit for bit with the same command.
+"""
+
+import signal
+import sys
+from typing import Any
+
+import hydra
+from omegaconf import DictConfig
+
+from configs.loader import CONFIG_DIR, run_script
+from llm.args import TrainConfig
+from llm.evaluation import Evaluation, evaluate_sums
+from llm.training_measure import FirstSteps, log_step, predict
+from llm.training_output import TrainingProgress, print_finish, print_start, write_sample
+from llm.training_setup import Trainer, set_up
+from llm.training_signals import StopSignals
+from parallel.collectives import all_reduce_sum
+from parallel.mesh import close_mesh, init_mesh
+
+
+def train(config: TrainConfig) -> dict[str, Any]:
+    """Run training to max_steps, or to a stop signal or max_time_s; returns what stands in report.json."""
+    mesh = init_mesh(config.device, config.parallel.timeout_s)
+    try:
+        with StopSignals() as signals:
+            trainer = set_up(config, mesh)
+            trainer.record.open(trainer.step, *predict(trainer))
+            print_start(trainer)
+            state = run_steps(trainer, signals)
+            finish(trainer, state)
+    finally:
+        close_mesh(mesh)
+    if signals.requested == signal.SIGINT:
+        sys.exit(130)
+    return trainer.record.report
+
+
+def run_steps(trainer: Trainer, signals: StopSignals) -> str:
+    """The loop: step, log, validate, save; returns "finished" or "stopped"."""
+    config = trainer.config
+    first_steps = FirstSteps(trainer)
+    trainer.throughput.resume()
+    with TrainingProgress(trainer) as progress:
+        while trainer.step < config.max_steps:
+            wants_stop = signals.requested is not None or trainer.out_of_time()
+            with first_steps.measured():
+                result = trainer.training_step.run(trainer.step, trainer.micro_batches(), wants_stop)
+            if result is None:
+                trainer.save()
+                return "stopped"
+            trainer.count(result)
+            first_steps.count()
+            last = trainer.step == config.max_steps
+            if trainer.step % config.log_every == 0 or last:
+                progress.show(log_step(trainer, result))
+            if trainer.step % config.validate_every == 0 or last:
+                progress.show(f"validation loss {validate(trainer).loss:.4f}")
+            if trainer.step % config.checkpoint.every_steps == 0 or last:
+                trainer.save()
+    return "finished"
+
+
+def validate(trainer: Trainer) -> Evaluation:
+    """The loss over the same windows each time, each rank on its share."""
+    mesh, config = trainer.mesh, trainer.config
+    with trainer.off_the_clock():
+        batches = trainer.validation.batches(config.micro_batch_size, mesh.rank, mesh.world_size)
+        trainer.model.eval()
+        sums = evaluate_sums(trainer.model, batches, config.data.seq_len, mesh.device, trainer.autocast_dtype)
+        trainer.model.train()
+        all_reduce_sum(sums.tensor, mesh)
+        result = sums.result(trainer.validation.bytes_per_token)
+        trainer.record.validation(trainer.step, result)
+    return result
+
+
+def finish(trainer: Trainer, state: str) -> None:
+    """A sample, the last measurements, the report page, and the summary on the terminal."""
+    trainer.loader.close()
+    if trainer.mesh.is_main and state == "finished":
+        write_sample(trainer)
+    trainer.record.close(state)
+    print_finish(trainer, state)
+
+
+@hydra.main(version_base="1.3", config_path=CONFIG_DIR, config_name="training")
+def main(config: DictConfig) -> None:
+    run_script(train, TrainConfig, config)
+
+
+if __name__ == "__main__":
+    main()

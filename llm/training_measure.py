@@ -1,0 +1,101 @@
+"""A run's numbers: the prediction before step 1, the memory of the first steps, and the line of each logged step."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from llm.cost_model import predict_run, train_flops_per_token, workload_of
+from llm.metrics import PeakMemory, held_tensors, mfu
+from llm.training_setup import Trainer
+from llm.training_step import StepResult
+from parallel.collectives import all_reduce_sum
+
+# The first step makes the optimizer's state, so the peak of a usual step is seen in the second.
+MEASURED_STEPS = 2
+
+
+def predict(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Facts of the run and its prediction, from the shape, the batch and the hardware's figures alone."""
+    work = workload_of(trainer.config, trainer.mesh.device.type, trainer.mesh.world_size)
+    facts = {
+        "device": trainer.hardware.name,
+        "world_size": trainer.mesh.world_size,
+        "dtype": trainer.config.dtype,
+        "compile": trainer.config.compile,
+        "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
+        "tokenizer_sha256": trainer.tokenizer.sha256,
+    }
+    return facts, predict_run(work, trainer.hardware)
+
+
+class FirstSteps:
+    """Measures peak memory in the first steps of this process, and keeps those steps out of tokens/s.
+
+    On a CPU the measurement counts every tensor that is made and freed, which slows the step: hence only these steps.
+    """
+
+    def __init__(self, trainer: Trainer):
+        self.trainer, self.done = trainer, 0
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        if self.done >= MEASURED_STEPS:
+            yield
+            return
+        trainer = self.trainer
+        with PeakMemory(trainer.mesh.device, held_tensors(trainer.model, trainer.optimizer)) as memory:
+            yield
+        trainer.peak_bytes = max(trainer.peak_bytes, memory.peak_bytes)
+        trainer.record.measure(memory_peak_bytes=trainer.peak_bytes)
+
+    def count(self) -> None:
+        """Called after each step: the time of a measured one is dropped."""
+        if self.done < MEASURED_STEPS:
+            self.done += 1
+            self.trainer.throughput.forget()
+
+
+def log_step(trainer: Trainer, result: StepResult) -> str:
+    """Write the line of metrics.jsonl for the step just done; returns a short status."""
+    config, window = trainer.config, trainer.throughput.read()
+    sums = torch.stack((result.loss_sum, result.z_loss_sum))
+    all_reduce_sum(sums, trainer.mesh)
+    loss, z_loss = (sums / max(result.num_targets, 1)).tolist()
+    flops = train_flops_per_token(config.model, config.data.seq_len)
+    peak = trainer.hardware.peak_flops(config.dtype)
+    tokens_per_s = window.tokens_per_s or None
+    utilisation = mfu(flops, tokens_per_s, peak and peak * trainer.mesh.world_size) if tokens_per_s else None
+    if trainer.mesh.device.type == "cuda":
+        trainer.peak_bytes = max(trainer.peak_bytes, torch.cuda.max_memory_allocated())
+    trainer.record.line(
+        trainer.step,
+        loss=loss,
+        z_loss=z_loss,
+        lr=result.learning_rate,
+        grad_norm=result.gradient_norm,
+        target_tokens=result.num_targets,
+        tokens=trainer.tokens_seen,
+        step_time_s=window.step_s or None,
+        tokens_per_s=tokens_per_s,
+        mfu=utilisation,
+        memory_bytes=trainer.peak_bytes,
+        skipped_steps=trainer.skipped_steps,
+    )
+    trainer.record.communication(trainer.mesh.log.drain(trainer.step))
+    measure_totals(trainer, flops, peak)
+    return f"loss {loss:.4f}, {tokens_per_s:,.0f} tokens/s" if tokens_per_s else f"loss {loss:.4f}"
+
+
+def measure_totals(trainer: Trainer, flops_per_token: int, peak_flops: float | None) -> None:
+    """The run's averages so far, for report.json."""
+    total = trainer.throughput.total
+    trainer.record.measure(parameters=sum(parameter.numel() for parameter in trainer.model.parameters()))
+    if total.steps:
+        peak = peak_flops and peak_flops * trainer.mesh.world_size
+        trainer.record.measure(
+            step_s=total.step_s,
+            tokens_per_s=total.tokens_per_s,
+            mfu=mfu(flops_per_token, total.tokens_per_s, peak),
+        )

@@ -1,0 +1,189 @@
+"""Everything a run needs before its first step, built in the order in which it can fail: cheap checks first.
+
+Ranks, data, model, optimizer, the newest whole checkpoint, and then the prediction, which is on disk before step 1.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from configs.errors import UserError
+from configs.run_dir import RunDir
+from llm.args import TrainConfig
+from llm.bpe_tokenizer import Tokenizer
+from llm.checkpoint import (
+    find_checkpoint,
+    list_checkpoints,
+    load_checkpoint,
+    model_and_optimizer_tensors,
+    restore_model_and_optimizer,
+    save_checkpoint,
+)
+from llm.data_loader import Batch, BatchLoader, LoaderConfig, ValidationSet, open_sources, source_weights
+from llm.hardware import Hardware, detect_hardware
+from llm.loss import CrossEntropyLoss
+from llm.metrics import Throughput
+from llm.optimizer import MixedOptimizer, build_optimizer
+from llm.parallelize import apply_compile, apply_data_parallel, make_forward_loss
+from llm.training_record import Record
+from llm.training_step import StepResult, TrainingStep
+from llm.transformer import Transformer
+from llm.transformer_init import initialise
+from parallel.collectives import barrier
+from parallel.mesh import Mesh
+
+
+@dataclass
+class Trainer:
+    """The parts of a run, and how far it has come."""
+
+    config: TrainConfig  # resolved: vocab_size and dtype filled in
+    mesh: Mesh
+    hardware: Hardware
+    tokenizer: Tokenizer
+    loader: BatchLoader
+    validation: ValidationSet
+    model: Transformer
+    optimizer: MixedOptimizer
+    training_step: TrainingStep
+    run_dir: RunDir
+    record: Record
+    throughput: Throughput
+    step: int = 0  # optimizer steps done
+    tokens_seen: int = 0  # of all ranks, padding and ignored targets included
+    skipped_steps: int = 0
+    peak_bytes: int = 0  # of memory, so far
+    started_s: float = field(default_factory=time.perf_counter)
+
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        return torch.bfloat16 if self.config.dtype == "bfloat16" else None
+
+    def micro_batches(self) -> list[Batch]:
+        """This rank's rows of the next global batch: contiguous shares, in micro-batches."""
+        share = self.loader.config.num_sequences // self.mesh.size("dp")
+        first = self.mesh.rank_in("dp") * share
+        return self.loader.micro_batches(self.step, range(first, first + share), self.config.micro_batch_size)
+
+    def out_of_time(self) -> bool:
+        limit = self.config.max_time_s
+        return limit is not None and time.perf_counter() - self.started_s > limit
+
+    def count(self, result: StepResult) -> None:
+        self.step += 1
+        self.skipped_steps += result.skipped
+        self.tokens_seen += self.config.global_batch_tokens
+        self.throughput.add_step(self.config.global_batch_tokens)
+
+    @contextmanager
+    def off_the_clock(self) -> Iterator[None]:
+        """Validation and saving do not count in tokens/s."""
+        self.throughput.pause()
+        yield
+        self.throughput.resume()
+
+    def save(self) -> None:
+        """Rank 0 writes a checkpoint of this step; the others wait."""
+        with self.off_the_clock():
+            if self.mesh.is_main:
+                state = {
+                    "tokens_seen": self.tokens_seen,
+                    "data": {"next_batch": self.step, "seed": self.config.seed},
+                    "layout": {"world_size": self.mesh.world_size, "dp": self.mesh.size("dp")},
+                    "config": asdict(self.config),
+                }
+                tensors = model_and_optimizer_tensors(self.model, self.optimizer)
+                keep = self.config.checkpoint.keep_last
+                save_checkpoint(
+                    self.run_dir.checkpoints, self.step, tensors, state, self.config.data.tokenizer, keep_last=keep
+                )
+            barrier(self.mesh)
+
+    def resume(self) -> None:
+        """Continue from the newest whole checkpoint of this run, if there is one."""
+        checkpoints = self.run_dir.checkpoints
+        if self.config.resume == "none":
+            if list_checkpoints(checkpoints):
+                raise UserError(
+                    f"resume=none, but {checkpoints} holds checkpoints that a fresh run would mix with; "
+                    f"use another name, resume=auto, or remove {self.run_dir.path}"
+                )
+            return
+        path = find_checkpoint(checkpoints)
+        if path is None:
+            return
+        tensors, state = load_checkpoint(path, verify=False)  # find_checkpoint has just verified it
+        restore_model_and_optimizer(self.model, self.optimizer, tensors)
+        self.step, self.tokens_seen = state["step"], state["tokens_seen"]
+        if self.step > self.config.max_steps:
+            raise UserError(
+                f"{path} is beyond max_steps={self.config.max_steps}; raise max_steps or use another name for a new run"
+            )
+        if self.mesh.is_main:
+            print(f"resumed from {path}")
+
+
+def set_up(config: TrainConfig, mesh: Mesh) -> Trainer:
+    """Build every part of a run and restore its newest checkpoint; UserError for whatever does not fit."""
+    config.parallel.check(mesh.world_size)
+    config.grad_accum_steps(mesh.world_size)
+    tokenizer = Tokenizer.load(config.data.tokenizer)
+    config = resolve(config, tokenizer, mesh)
+    loader, validation = open_data(config, tokenizer)
+    model = build_model(config, mesh)
+    optimizer = build_optimizer(model.named_parameters(), config.optimizer)
+    forward_loss = make_forward_loss(model, CrossEntropyLoss(z_loss=config.z_loss), config.compile)
+    run_dir = RunDir(f"{config.runs_dir}/{config.name}")
+    trainer = Trainer(
+        config=config,
+        mesh=mesh,
+        hardware=detect_hardware(config.hardware, mesh.device),
+        tokenizer=tokenizer,
+        loader=loader,
+        validation=validation,
+        model=model,
+        optimizer=optimizer,
+        training_step=TrainingStep(config, mesh, model, optimizer, forward_loss),
+        run_dir=run_dir,
+        record=Record(run_dir, config, mesh.is_main),
+        throughput=Throughput(mesh.device),
+    )
+    trainer.resume()
+    return trainer
+
+
+def resolve(config: TrainConfig, tokenizer: Tokenizer, mesh: Mesh) -> TrainConfig:
+    """The config with everything that depended on the tokenizer or the machine filled in, as it is written down."""
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if mesh.device.type == "cuda" else "float32"
+    model = config.model.with_vocab_of(tokenizer.vocab_size)
+    return replace(config, dtype=dtype, model=model)
+
+
+def open_data(config: TrainConfig, tokenizer: Tokenizer) -> tuple[BatchLoader, ValidationSet]:
+    """The training batches and the validation windows."""
+    data = config.data
+    sources = open_sources(data.tokens, "train", tokenizer.sha256)
+    settings = LoaderConfig(
+        data.seq_len, config.global_batch_tokens // data.seq_len, config.seed, data.order, data.document_masking
+    )
+    loader = BatchLoader(list(sources.values()), source_weights(sources, data.weights), settings)
+    validation_sources = list(open_sources(data.tokens, "val", tokenizer.sha256).values())
+    validation = ValidationSet(validation_sources, data.seq_len, config.validation_tokens, data.document_masking)
+    return loader, validation
+
+
+def build_model(config: TrainConfig, mesh: Mesh) -> Transformer:
+    """The model with its initial weights, on the device, with the strategies applied."""
+    if config.dtype == "bfloat16":
+        torch.set_float32_matmul_precision("high")  # what is left in float32 may use TF32 tensor cores
+    model = Transformer(config.model)
+    initialise(model, config.seed)
+    model.to(mesh.device)
+    config.compile = apply_compile(model, config.compile, mesh.device)
+    return apply_data_parallel(model, mesh)
