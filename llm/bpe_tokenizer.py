@@ -2,8 +2,8 @@
 
 Text is cut into pieces by the split pattern and each piece is merged on its own. A dictionary gives every piece it has
 seen a slot, and NumPy gathers the ids of the slots; only pieces not seen before are merged (bpe_tokenizer_merge).
-Special tokens written in a text stay ordinary text unless the caller allows them. Bytes in, bytes out: decode(encode(x))
-is x for every text without lone surrogates (and in NFC, when a loaded tokenizer asks for it).
+Special tokens written in a text stay ordinary text unless the caller allows them. Bytes in, bytes out:
+decode(encode(x)) is x for every text without lone surrogates (and in NFC, when a loaded tokenizer asks for it).
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from configs.run_dir import write_bytes_atomic, write_json_atomic
 from llm.bpe_tokenizer_files import END_OF_TEXT_NAMES, config_json, parse_tokenizer_json, tiktoken_ranks
 from llm.bpe_tokenizer_merge import MergeTable
 from llm.bpe_tokenizer_pattern import Splitter
-from llm.bpe_tokenizer_pool import ordered_map
+from llm.bpe_tokenizer_pool import group_texts, ordered_map
 from llm.bpe_tokenizer_slots import SlotTable
 
 Allowed = set[str] | Literal["all", "none"]
@@ -183,16 +183,3 @@ class EncodeWorker:
             self.tokenizer = Tokenizer(self.content, self.errors)
         self.tokenizer.counts.clear()
         return self.tokenizer.encode_group(texts), Counter(self.tokenizer.counts)
-
-
-def group_texts(texts: Iterable[str], chars: int = 1 << 20) -> Iterator[list[str]]:
-    """Texts in lists of about `chars` characters."""
-    group, size = [], 0
-    for text in texts:
-        group.append(text)
-        size += len(text)
-        if size >= chars:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group

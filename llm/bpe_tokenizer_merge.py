@@ -8,6 +8,7 @@ a million spaces are twenty rounds.
 """
 
 from heapq import heapify, heappop, heappush
+from itertools import pairwise
 
 import numpy as np
 
@@ -120,7 +121,7 @@ class MergeTable:
         """Merge a list of ids with a heap of rank * length + position; tokens are linked by position."""
         count, rank_of, merged = len(tokens), self.rank_of, self.merged_list
         heap = []
-        for place, pair in enumerate(zip(tokens, tokens[1:], strict=False)):
+        for place, pair in enumerate(pairwise(tokens)):
             rank = rank_of.get(pair)
             if rank is not None:
                 heap.append(rank * count + place)

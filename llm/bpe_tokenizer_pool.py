@@ -41,3 +41,16 @@ def _set_worker(worker: Callable) -> None:
 
 def _call_worker(batch: Any) -> Any:
     return _worker(batch)
+
+
+def group_texts(texts: Iterable[str], chars: int = 1 << 20) -> Iterator[list[str]]:
+    """Texts in lists of about `chars` characters."""
+    group, size = [], 0
+    for text in texts:
+        group.append(text)
+        size += len(text)
+        if size >= chars:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
