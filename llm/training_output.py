@@ -20,18 +20,18 @@ def print_start(trainer: Trainer) -> None:
     config, predicted = trainer.config, trainer.record.report["predicted"]
     accumulation = config.grad_accum_steps(trainer.mesh.world_size)
     print(
-        f"{config.name}: {predicted['parameters']:,} parameters on {trainer.mesh.world_size} x "
-        f"{trainer.hardware.name}, {config.dtype}, vocab {config.model.vocab_size}, run directory {trainer.run_dir.path}"
+        f"{config.name}: {predicted['parameters']:,} parameters, vocab {config.model.vocab_size}, {config.dtype} on "
+        f"{trainer.mesh.world_size} x {trainer.hardware.description}; run directory {trainer.run_dir.path}"
     )
     print(
-        f"batch: {config.global_batch_tokens} tokens = {trainer.mesh.world_size} ranks x {accumulation} micro-batches x "
-        f"{config.micro_batch_size} sequences x {config.data.seq_len} tokens; {config.max_steps} steps"
+        f"{config.max_steps} steps of {config.global_batch_tokens} tokens = {trainer.mesh.world_size} ranks x "
+        f"{accumulation} micro-batches x {config.micro_batch_size} sequences x {config.data.seq_len} tokens"
     )
     told = [("memory_peak_bytes", "peak memory", "bytes"), ("step_s", "step", "s"), ("tokens_per_s", "tokens/s", "")]
     parts = [f"{name} {format_quantity(predicted.get(key), unit)}" for key, name, unit in told]
     print("predicted: " + ", ".join(parts))
-    if trainer.hardware.remark:
-        print(f"note: {trainer.hardware.remark}")
+    if trainer.hardware.note:
+        print(f"note: {trainer.hardware.note}")
 
 
 def print_finish(trainer: Trainer, state: str) -> None:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
 
 import torch
 
@@ -141,7 +140,7 @@ def set_up(config: TrainConfig, mesh: Mesh) -> Trainer:
     trainer = Trainer(
         config=config,
         mesh=mesh,
-        hardware=detect_hardware(config.hardware, mesh.device),
+        hardware=detect_hardware(config.hardware, mesh.device, dtype=config.dtype),
         tokenizer=tokenizer,
         loader=loader,
         validation=validation,

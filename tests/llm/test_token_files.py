@@ -83,7 +83,7 @@ def test_another_tokenizer_is_refused(source):
 
 
 def test_a_window_that_fits_nowhere_is_refused(source):
-    with pytest.raises(UserError, match="lower data.seq_len"):
+    with pytest.raises(UserError, match=r"lower data\.seq_len"):
         TokenSplit(source, "train").starts(50)
     assert TokenSplit(source, "train").starts(49).tolist() == [0, 1, 1]
 
