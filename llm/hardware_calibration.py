@@ -1,0 +1,158 @@
+"""How fast this device does generic work: matrix products, element-wise passes, attention, one tiny operation.
+
+One or two seconds on a CPU, less on a GPU. It never times a model of ours: the predictions made from it would then only
+repeat the measurement. Sizes lie on a fixed grid; the cost model interpolates between them.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch.nn import functional as F
+
+Points = tuple[tuple[float, float], ...]  # (size, seconds or rate), sizes rising
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What was measured. Passes give seconds by bytes moved; matmul and attention give FLOP/s."""
+
+    matmul: Points  # by the smaller of the inner and outer width
+    new_pass: Points  # a * b into a new tensor
+    inplace_pass: Points  # a *= 2
+    exp_pass: Points  # silu(a) into a new tensor
+    attention: tuple[tuple[int, Points, Points], ...]  # head_dim, forward and backward FLOP/s by sequence length
+    op_overhead_s: float  # of one operation on a tiny tensor, launch included
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The sizes to try on a kind of device."""
+
+    widths: tuple[int, ...]
+    rows: int
+    elements: tuple[int, ...]
+    head_dims: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    attention_tokens: int
+
+
+GRIDS = {
+    "cpu": Grid((64, 128, 256, 512, 1024), 2048, (2**12, 2**15, 2**18, 2**20, 2**22, 2**23),
+                (32, 64, 128), (128, 512), 1024),
+    "cuda": Grid((512, 1024, 2048, 4096, 8192), 16384, (2**16, 2**20, 2**24, 2**26, 2**28),
+                 (64, 128), (1024, 4096), 16384),
+}  # fmt: skip
+
+
+class Stopwatch:
+    """Times a callable on a device: the lower quartile of the calls that fit the budget, after a first one.
+
+    Not the median: another process that holds a core for a time slice would stand in a third of so few calls.
+    """
+
+    def __init__(self, device: torch.device, budget_s: float = 0.015, fewest: int = 4, most: int = 40):
+        self.device, self.budget_s, self.fewest, self.most = device, budget_s, fewest, most
+
+    def __call__(self, work: Callable[[], object]) -> float:
+        work()
+        times: list[float] = []
+        while len(times) < self.fewest or (len(times) < self.most and sum(times) < self.budget_s):
+            self.wait()
+            start_s = time.perf_counter()
+            work()
+            self.wait()
+            times.append(time.perf_counter() - start_s)
+        return sorted(times)[len(times) // 4]
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def calibrate(device: torch.device, dtype: torch.dtype) -> Rates:
+    """Measure `device`; matrix products and attention in `dtype`, passes in float32."""
+    grid = GRIDS[device.type]
+    stopwatch = Stopwatch(device)
+    return Rates(
+        matmul=tuple((width, matmul_rate(width, grid.rows, device, dtype, stopwatch)) for width in grid.widths),
+        new_pass=pass_times(grid, device, lambda a, b: a * b, 3, stopwatch),
+        inplace_pass=pass_times(grid, device, lambda a, b: a.mul_(1.0), 2, stopwatch),
+        exp_pass=pass_times(grid, device, lambda a, b: F.silu(a), 2, stopwatch),
+        attention=tuple(attention_rates(head_dim, grid, device, dtype, stopwatch) for head_dim in grid.head_dims),
+        op_overhead_s=op_overhead(device),
+    )
+
+
+def matmul_rate(width: int, rows: int, device: torch.device, dtype: torch.dtype, stopwatch: Stopwatch) -> float:
+    """FLOP/s of the three products of a linear layer (rows, width) x (width, width) together."""
+    x, gradient = torch.ones(2, rows, width, device=device, dtype=dtype)
+    weight = torch.ones(width, width, device=device, dtype=dtype)
+    products = [lambda: F.linear(x, weight), lambda: gradient @ weight, lambda: gradient.t() @ x]
+    return 6 * rows * width * width / sum(stopwatch(product) for product in products)
+
+
+def pass_times(grid: Grid, device: torch.device, work: Callable, tensors: int, stopwatch: Stopwatch) -> Points:
+    """(bytes moved, seconds) of an element-wise operation that touches so many float32 tensors."""
+    points = []
+    for elements in grid.elements:
+        a, b = torch.ones(elements, device=device), torch.ones(elements, device=device)
+        points.append((4.0 * tensors * elements, stopwatch(lambda a=a, b=b: work(a, b))))
+    return tuple(points)
+
+
+def attention_rates(
+    head_dim: int, grid: Grid, device: torch.device, dtype: torch.dtype, stopwatch: Stopwatch
+) -> tuple[int, Points, Points]:
+    """FLOP/s of torch's causal attention, forward and backward, counting half of the scores."""
+    forward, backward = [], []
+    for seq_len in grid.seq_lens:
+        heads = 4
+        shape = (max(1, grid.attention_tokens // seq_len), heads, seq_len, head_dim)
+        q, k, v = (torch.ones(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+
+        def attend(q: torch.Tensor = q, k: torch.Tensor = k, v: torch.Tensor = v) -> torch.Tensor:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        def both(attend: Callable = attend, inputs: tuple = (q, k, v), gradient: torch.Tensor = attend().detach()):
+            return torch.autograd.grad(attend(), inputs, gradient)
+
+        flops = 2 * shape[0] * heads * seq_len * seq_len * head_dim
+        with torch.enable_grad():
+            forward_s, both_s = stopwatch(attend), stopwatch(both)
+        forward.append((seq_len, flops / forward_s))
+        backward.append((seq_len, 2 * flops / max(both_s - forward_s, 0.1 * both_s)))
+    return head_dim, tuple(forward), tuple(backward)
+
+
+def op_overhead(device: torch.device, count: int = 200) -> float:
+    """Seconds that the host needs to issue one operation and its backward's, halved."""
+    x = torch.ones(16, device=device, requires_grad=True)
+
+    def chain() -> None:
+        y = x
+        for _ in range(count):
+            y = y * 1.5
+        y.backward(torch.ones_like(y))
+
+    return Stopwatch(device)(chain) / (2 * count)
+
+
+def interpolate(points: Points, size: float) -> float:
+    """The value at `size`, straight between the points on logarithmic axes and constant beyond their ends."""
+    if size <= points[0][0]:
+        return points[0][1]
+    for (low, low_value), (high, high_value) in pairwise(points):
+        if size <= high:
+            share = math.log(size / low) / math.log(high / low)
+            return low_value * (high_value / low_value) ** share
+    return points[-1][1]
+
+
+def pass_time(points: Points, size_bytes: float) -> float:
+    """Seconds to move so many bytes in one pass: interpolated, and in proportion beyond the largest size tried."""
+    largest_bytes, largest_s = points[-1]
+    return largest_s * size_bytes / largest_bytes if size_bytes > largest_bytes else interpolate(points, size_bytes)

@@ -1,0 +1,84 @@
+"""Peak memory of a region of code, by the counter of a GPU's allocator or by watching every tensor on a CPU."""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+class LiveTensorBytes(TorchDispatchMode):
+    """Counts the bytes of live tensor storages while it is active: `bytes` now and `peak_bytes` at most.
+
+    Tensors made before must be named to count. Storages shared by views count once. What an operation allocates for
+    itself and frees inside is not seen. It costs some 20 us an operation, so it runs for named steps only.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor] = ()):
+        super().__init__()
+        self.bytes = 0
+        self.peak_bytes = 0
+        self.alive: dict[int, weakref.ref] = {}
+        for tensor in tensors:
+            self.watch(tensor)
+
+    def watch(self, tensor: Tensor) -> None:
+        """Count a tensor's storage until it is freed."""
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self.alive:
+            return
+        nbytes = storage.nbytes()
+
+        def freed(_: Any) -> None:
+            self.bytes -= nbytes
+            del self.alive[key]
+
+        self.alive[key] = weakref.ref(storage, freed)
+        self.bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_iter(result):
+            if isinstance(value, Tensor):
+                self.watch(value)
+        return result
+
+
+class PeakMemory:
+    """`with PeakMemory(device, tensors) as memory: ...`, then memory.peak_bytes.
+
+    `tensors` are those that exist already (weights, optimizer state); a GPU's allocator knows them by itself.
+    """
+
+    def __init__(self, device: torch.device, tensors: Iterable[Tensor] = ()):
+        self.device = device
+        self.mode = LiveTensorBytes(tensors) if device.type == "cpu" else None
+        self.peak_bytes = 0
+
+    def __enter__(self) -> "PeakMemory":
+        if self.mode is None:
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            self.mode.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        if self.mode is None:
+            self.peak_bytes = torch.cuda.max_memory_allocated(self.device)
+        else:
+            self.mode.__exit__(*exception)
+            self.peak_bytes = self.mode.peak_bytes
+
+
+def held_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[Tensor]:
+    """Parameters, gradients, buffers and optimizer state: what lives from step to step."""
+    parameters = list(model.parameters())
+    held = [*parameters, *model.buffers(), *(p.grad for p in parameters if p.grad is not None)]
+    if optimizer is not None:
+        held += [value for value in tree_iter(dict(optimizer.state)) if isinstance(value, Tensor)]
+    return held
