@@ -46,11 +46,14 @@ class MixtureOfExperts(nn.Module):
         tokens = order // self.experts_per_token  # the token that each choice came from
         self.tokens_per_expert = torch.bincount(experts.flatten(), minlength=self.router.weight.shape[0])
         inputs = x[tokens].split(self.tokens_per_expert.tolist())
-        outputs = [self.expert(i, chunk) for i, chunk in enumerate(inputs)]
+        # Unbound once: the backward of weight[i] fills a gradient as large as all experts, E times over.
+        matrices_of_experts = zip(self.gate_proj.unbind(), self.up_proj.unbind(), self.down_proj.unbind(), strict=True)
+        outputs = [expert(chunk, *matrices) for chunk, matrices in zip(inputs, matrices_of_experts, strict=True)]
         weighted = torch.cat(outputs) * weights.flatten()[order, None].to(x.dtype)  # (N*k, C)
         return torch.zeros_like(x).index_add(0, tokens, weighted.to(x.dtype)).view(B, T, C)
 
-    def expert(self, index: int, x: Tensor) -> Tensor:
-        """One expert's SwiGLU on its tokens (n, C)."""
-        hidden = F.silu(F.linear(x, self.gate_proj[index])) * F.linear(x, self.up_proj[index])  # (n, F)
-        return F.linear(hidden, self.down_proj[index])  # (n, C)
+
+def expert(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """One expert's SwiGLU on its tokens (n, C), with gate and up (F, C), down (C, F)."""
+    hidden = F.silu(F.linear(x, gate)) * F.linear(x, up)  # (n, F)
+    return F.linear(hidden, down)  # (n, C)
