@@ -31,7 +31,7 @@ def muon_step(group: dict[str, Any], state: dict[Tensor, dict[str, Tensor]]) -> 
     gradients = [param.grad.to(buffer.dtype) for param, buffer in zip(params, buffers, strict=True)]
     torch._foreach_lerp_(buffers, gradients, 1 - momentum)
     directions = torch._foreach_lerp(gradients, buffers, momentum) if group["nesterov"] else buffers
-    directions = orthogonalise_all(directions, group["ns_steps"])
+    directions = orthogonalise_all(directions, group["ns_steps"], batched=params[0].is_cuda)
     if group["weight_decay"]:
         torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
     for param, direction in zip(params, directions, strict=True):
@@ -50,11 +50,11 @@ def rate_adjustment(shape: torch.Size, rule: str) -> float:
     return math.sqrt(max(1.0, rows / columns))
 
 
-def orthogonalise_all(matrices: list[Tensor], ns_steps: int) -> list[Tensor]:
-    """Newton-Schulz of every matrix or stack; on a GPU all of one shape share a batch, on a CPU that saves nothing."""
+def orthogonalise_all(matrices: list[Tensor], ns_steps: int, batched: bool) -> list[Tensor]:
+    """Newton-Schulz of every matrix or stack; `batched` takes all of one shape at once, which saves nothing on a CPU."""
     by_shape = defaultdict(list)
     for index, matrix in enumerate(matrices):
-        by_shape[matrix.shape if matrix.is_cuda else index].append(index)
+        by_shape[matrix.shape if batched else index].append(index)
     results: list[Tensor] = list(matrices)
     for indices in by_shape.values():
         if len(indices) == 1:
@@ -90,4 +90,4 @@ def add_matmul(addend: Tensor, left: Tensor, right: Tensor, beta: float, alpha: 
         return torch.addmm(addend, left, right, beta=beta, alpha=alpha)
     shape = addend.shape
     flat = [tensor.reshape(-1, *tensor.shape[-2:]) for tensor in (addend, left, right)]
-    return torch.baddbmm(*flat, beta=beta, alpha=alpha).view(shape)
+    return torch.baddbmm(*flat, beta=beta, alpha=alpha).reshape(shape)
