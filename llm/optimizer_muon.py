@@ -51,7 +51,7 @@ def rate_adjustment(shape: torch.Size, rule: str) -> float:
 
 
 def orthogonalise_all(matrices: list[Tensor], ns_steps: int, batched: bool) -> list[Tensor]:
-    """Newton-Schulz of every matrix or stack; `batched` takes all of one shape at once, which saves nothing on a CPU."""
+    """Newton-Schulz of every matrix or stack; `batched` takes all of one shape at once (no gain on a CPU)."""
     by_shape = defaultdict(list)
     for index, matrix in enumerate(matrices):
         by_shape[matrix.shape if batched else index].append(index)
