@@ -5,6 +5,8 @@ used OpenMP or CUDA, whose threads do not survive a fork.
 """
 
 import multiprocessing
+import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -37,6 +39,13 @@ def ordered_map(worker: Callable, batches: Iterable[Any], num_processes: int) ->
 def _set_worker(worker: Callable) -> None:
     global _worker
     _worker = worker
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+
+
+def _exit_with_parent() -> None:
+    """Wait for the caller's end: a worker would outlive a killed caller, waiting for its next batch for ever."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def _call_worker(batch: Any) -> Any:

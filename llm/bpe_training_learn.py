@@ -39,7 +39,9 @@ class BpeSettings:
         if END_OF_TEXT not in self.special_tokens:
             raise UserError(f"special_tokens={list(self.special_tokens)} lacks {END_OF_TEXT}; add it")
         if len(set(self.special_tokens)) < len(self.special_tokens) or "" in self.special_tokens:
-            raise UserError(f"special_tokens={list(self.special_tokens)} must be different and not empty; mend the list")
+            raise UserError(
+                f"special_tokens={list(self.special_tokens)} must be different and not empty; mend the list"
+            )
         least = 256 + len(self.special_tokens)
         if self.vocab_size < least:
             raise UserError(
@@ -127,7 +129,5 @@ def train_tokenizer(
     for vocabulary in learn_merges(words, num_tokens, settings.tie_break):
         if on_merge:
             on_merge(len(vocabulary))
-    content = tokenizer_json(
-        vocabulary.token_bytes, vocabulary.merges, settings.pattern, list(settings.special_tokens)
-    )
+    content = tokenizer_json(vocabulary.token_bytes, vocabulary.merges, settings.pattern, list(settings.special_tokens))
     return Tokenizer(content)

@@ -140,7 +140,7 @@ class LinkedWords:
             pair = lefts[number] << PAIR_SHIFT | rights[number]
             self.counts[pair] = total
             self.places[pair] = places[bounds[number] : bounds[number + 1]]
-        shared = list(range(int(tokens.max(initial=0)) + 1)) + [DEAD, SEPARATOR]  # one object an id, not one a cell
+        shared = [*range(int(tokens.max(initial=0)) + 1), DEAD, SEPARATOR]  # one object an id, not one a cell
         self.tokens = [shared[token] for token in tokens.tolist()]
         self.weights = weights.tolist()
         self.sizes = [1] * len(self.tokens)
