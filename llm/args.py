@@ -155,7 +155,7 @@ class TrackingConfig:
 
 @dataclass
 class HardwareConfig:
-    """A device's dense peaks, from its datasheet (or, for a CPU, measured by llm.calibration at start)."""
+    """A device's dense peaks, from its datasheet (or, for a CPU, measured by llm.hardware_calibration at start)."""
 
     name: str = "auto"  # auto: the file in configs/hardware/ whose `matches` stands in the device's name
     matches: str = ""
@@ -187,7 +187,7 @@ class TrainConfig:
     validation_tokens: int = 262_144  # at most this many of the validation split, the same at each validation
     sample_tokens: int = 64
     sample_prompt: str = ""
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: ModelConfig = "???"  # no default: one whose nulls are filled in would hide a group file's nulls
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     data: DataConfig = field(default_factory=DataConfig)

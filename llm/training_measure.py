@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from llm.cost_model import predict_run, train_flops_per_token, workload_of
-from llm.metrics import PeakMemory, held_tensors, mfu
+from llm.metrics import mfu
+from llm.metrics_memory import PeakMemory, held_tensors
 from llm.training_setup import Trainer
 from llm.training_step import StepResult
 from parallel.collectives import all_reduce_sum
