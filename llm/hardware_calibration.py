@@ -6,6 +6,7 @@ repeat the measurement. Sizes lie on a fixed grid; the cost model interpolates b
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,6 +14,8 @@ from itertools import pairwise
 import torch
 from torch.nn import functional as F
 
+HELD_BYTES = 24 * 2**20
+NEWTON_SCHULZ_WIDTH = 256  # of the bfloat16 product that stands for Muon's
 Points = tuple[tuple[float, float], ...]  # (size, seconds or rate), sizes rising
 
 
@@ -25,6 +28,7 @@ class Rates:
     inplace_pass: Points  # a *= 2
     exp_pass: Points  # silu(a) into a new tensor
     attention: tuple[tuple[int, Points, Points], ...]  # head_dim, forward and backward FLOP/s by sequence length
+    bf16_matmul: float  # FLOP/s of a bfloat16 product of 256 x 256, for Muon's iteration; slow on most CPUs
     op_overhead_s: float  # of one operation on a tiny tensor, launch included
 
 
@@ -41,29 +45,33 @@ class Grid:
 
 
 GRIDS = {
-    "cpu": Grid((64, 128, 256, 512, 1024), 2048, (2**12, 2**15, 2**18, 2**20, 2**22, 2**23),
-                (32, 64, 128), (128, 512), 1024),
+    "cpu": Grid((64, 128, 256, 512, 1024), 1024, (2**12, 2**15, 2**18, 2**20, 2**22),
+                (32, 64, 128), (128, 512), 512),
     "cuda": Grid((512, 1024, 2048, 4096, 8192), 16384, (2**16, 2**20, 2**24, 2**26, 2**28),
                  (64, 128), (1024, 4096), 16384),
 }  # fmt: skip
 
 
 class Stopwatch:
-    """Times a callable on a device: the lower quartile of the calls that fit the budget, after a first one.
+    """Times a callable on a device: the lower quartile of the calls that fit the budget, after warming up.
 
-    Not the median: another process that holds a core for a time slice would stand in a third of so few calls.
+    Not the median: another process that holds a core for a time slice would stand in a third of so few calls. With
+    `hold`, results are held up to HELD_BYTES, so that each lands in memory that left the caches, as in a model.
     """
 
     def __init__(self, device: torch.device, budget_s: float = 0.015, fewest: int = 4, most: int = 40):
         self.device, self.budget_s, self.fewest, self.most = device, budget_s, fewest, most
 
-    def __call__(self, work: Callable[[], object]) -> float:
-        work()
+    def __call__(self, work: Callable[[], torch.Tensor | None], hold: bool = False) -> float:
+        held = deque([work()], maxlen=1)
+        if hold and self.device.type == "cpu":
+            held = deque(maxlen=max(1, HELD_BYTES // work().nbytes))
+            held.extend(work() for _ in range(held.maxlen))
         times: list[float] = []
         while len(times) < self.fewest or (len(times) < self.most and sum(times) < self.budget_s):
             self.wait()
             start_s = time.perf_counter()
-            work()
+            held.append(work())
             self.wait()
             times.append(time.perf_counter() - start_s)
         return sorted(times)[len(times) // 4]
@@ -83,6 +91,7 @@ def calibrate(device: torch.device, dtype: torch.dtype) -> Rates:
         inplace_pass=pass_times(grid, device, lambda a, b: a.mul_(1.0), 2, stopwatch),
         exp_pass=pass_times(grid, device, lambda a, b: F.silu(a), 2, stopwatch),
         attention=tuple(attention_rates(head_dim, grid, device, dtype, stopwatch) for head_dim in grid.head_dims),
+        bf16_matmul=square_bf16_rate(device, stopwatch),
         op_overhead_s=op_overhead(device),
     )
 
@@ -95,12 +104,17 @@ def matmul_rate(width: int, rows: int, device: torch.device, dtype: torch.dtype,
     return 6 * rows * width * width / sum(stopwatch(product) for product in products)
 
 
+def square_bf16_rate(device: torch.device, stopwatch: Stopwatch) -> float:
+    square = torch.ones(NEWTON_SCHULZ_WIDTH, NEWTON_SCHULZ_WIDTH, device=device, dtype=torch.bfloat16)
+    return 2 * NEWTON_SCHULZ_WIDTH**3 / stopwatch(lambda: square @ square)
+
+
 def pass_times(grid: Grid, device: torch.device, work: Callable, tensors: int, stopwatch: Stopwatch) -> Points:
     """(bytes moved, seconds) of an element-wise operation that touches so many float32 tensors."""
     points = []
     for elements in grid.elements:
         a, b = torch.ones(elements, device=device), torch.ones(elements, device=device)
-        points.append((4.0 * tensors * elements, stopwatch(lambda a=a, b=b: work(a, b))))
+        points.append((4.0 * tensors * elements, stopwatch(lambda a=a, b=b: work(a, b), hold=True)))
     return tuple(points)
 
 
@@ -118,7 +132,7 @@ def attention_rates(
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
         def both(attend: Callable = attend, inputs: tuple = (q, k, v), gradient: torch.Tensor = attend().detach()):
-            return torch.autograd.grad(attend(), inputs, gradient)
+            torch.autograd.grad(attend(), inputs, gradient)
 
         flops = 2 * shape[0] * heads * seq_len * seq_len * head_dim
         with torch.enable_grad():

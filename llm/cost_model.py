@@ -1,0 +1,75 @@
+"""The cost model of a run: what it will need, from its config and the hardware alone, before its first step.
+
+Three parts, all pure functions of plain numbers: cost_model_counts (parameters and FLOPs, exact), cost_model_memory
+(bytes by part and phase) and cost_model_time (step time at the device's calibrated rates). `predict_run` joins them.
+"""
+
+from dataclasses import asdict
+from typing import Any
+
+from llm.args import TrainConfig
+from llm.cost_model_counts import (
+    ParameterCount,
+    Workload,
+    count_parameters,
+    forward_flops_per_token,
+    train_flops_per_token,
+    workload_of,
+)
+from llm.cost_model_memory import MemoryPrediction, predict_memory
+from llm.cost_model_time import StepPrediction, predict_step_time
+from llm.hardware import Hardware
+from llm.metrics import mfu
+
+__all__ = [
+    "MemoryPrediction",
+    "ParameterCount",
+    "StepPrediction",
+    "Workload",
+    "count_parameters",
+    "forward_flops_per_token",
+    "predict_memory",
+    "predict_run",
+    "predict_step_time",
+    "predict_workload",
+    "train_flops_per_token",
+    "workload_of",
+]
+
+
+def predict_run(config: TrainConfig, hardware: Hardware, world_size: int = 1) -> dict[str, Any]:
+    """What report.json holds as "predicted" before step 1; config resolved, with model.vocab_size filled in.
+
+    Keys: parameters, active_parameters, flops_per_token (training), memory_peak_bytes, step_s, tokens_per_s (global),
+    mfu (None on an unknown device), memory and step (their parts), bound, notes (remarks by key).
+    """
+    return predict_workload(workload_of(config, hardware.device, world_size), hardware)
+
+
+def predict_workload(work: Workload, hardware: Hardware) -> dict[str, Any]:
+    """The prediction for one workload; see predict_run."""
+    count, memory, step = count_parameters(work.model), predict_memory(work), predict_step_time(work, hardware.rates)
+    flops_per_token = train_flops_per_token(work.model, work.seq_len)
+    peak = hardware.peak_flops(work.dtype)
+    notes = {"step_s": f"largest part: {step.bound}"}
+    if work.world_size > 1:
+        notes["step_s"] += "; communication is not predicted"
+    if peak is None:
+        notes["mfu"] = hardware.note
+    elif hardware.device == "cpu":
+        notes["mfu"] = "of the fastest matrix product measured at start"
+    phase = max(memory.phases_bytes, key=memory.phases_bytes.get)
+    notes["memory_peak_bytes"] = f"largest phase: {phase}; one device"
+    return {
+        "parameters": count.total,
+        "active_parameters": count.active,
+        "flops_per_token": flops_per_token,
+        "memory_peak_bytes": memory.peak_bytes,
+        "step_s": step.step_s,
+        "tokens_per_s": step.tokens_per_s,
+        "mfu": mfu(flops_per_token, step.tokens_per_s, peak and peak * work.world_size),
+        "memory": asdict(memory),
+        "step": {key: value for key, value in asdict(step).items() if key.endswith("_s")},
+        "bound": step.bound,
+        "notes": notes,
+    }

@@ -1,0 +1,239 @@
+"""Step time: the model's counted work at the device's speed for generic work (llm/hardware_calibration.py).
+
+Matrix products and attention are FLOPs over the rate measured at that width. Everything between them is bound by
+memory: each operation moves so many tensors, and one pass over as many bytes was timed. On a GPU the host issues
+operations while the device works, so a step takes the longer of the two; on a CPU the operations' own overhead is in
+the passes. Nothing here was timed on a model; what the list leaves out (allocator, data loading) is the gap.
+"""
+
+from dataclasses import dataclass
+
+from llm.cost_model_counts import (
+    Workload,
+    attention_flops_per_token,
+    block_matrices,
+    count_parameters,
+    kv_width,
+    output_matrix,
+    query_width,
+    train_flops_per_token,
+)
+from llm.cost_model_memory import BF16, FP32, block_parameters, matmul_bytes, muon_parameters
+from llm.hardware_calibration import Rates, interpolate, pass_time
+from llm.loss import CPU_CHUNK_ELEMENTS
+from llm.optimizer_adamw import CPU_BUNDLE_ELEMENTS
+
+NS_STEPS = 5
+
+
+@dataclass(frozen=True)
+class StepPrediction:
+    """Seconds of one optimizer step by part; `host_s` is what the host needs to issue a GPU's operations."""
+
+    matmul_s: float
+    attention_s: float
+    elementwise_s: float
+    loss_s: float
+    optimizer_s: float
+    host_s: float
+    tokens: int  # of the global batch
+    flops: float  # of the step on one device
+
+    @property
+    def device_s(self) -> float:
+        return self.matmul_s + self.attention_s + self.elementwise_s + self.loss_s + self.optimizer_s
+
+    @property
+    def step_s(self) -> float:
+        return max(self.device_s, self.host_s)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.step_s
+
+    @property
+    def bound(self) -> str:
+        """The part that takes longest, or "host" when the device waits for it."""
+        if self.host_s > self.device_s:
+            return "host"
+        parts = ("matmul", "attention", "elementwise", "loss", "optimizer")
+        return max(parts, key=lambda part: getattr(self, f"{part}_s"))
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Element-wise work on `width` elements a token.
+
+    `forward` and `backward` count tensors read or written; `kernels` is the operations of both together; `exp` marks
+    work that computes an exponential, which on a CPU is slower than the memory.
+    """
+
+    what: str
+    width: float
+    element_bytes: float
+    forward: float
+    backward: float
+    kernels: int
+    exp: bool = False
+
+
+def block_passes(work: Workload) -> list[Passes]:
+    """Every element-wise operation of one block, forward and backward."""
+    return compiled_passes(work) if work.compile != "none" else eager_passes(work)
+
+
+def eager_passes(work: Workload) -> list[Passes]:
+    """As torch runs the model's lines one by one; each counts its inputs and outputs."""
+    model, e = work.model, matmul_bytes(work)
+    C, Q, K = model.d_model, query_width(model), kv_width(model)
+    passes = [
+        Passes("two norms: square, mean, scale, weight; and back", 2 * C, FP32, 7, 23, 38),
+        Passes("rotate q and k: negate, join, two products, sum", Q + K, e, 10, 10, 20),
+        Passes("residual sums, and the gradients of shared inputs", C, FP32, 6, 9, 5),
+        *ffn_passes(work),
+    ]
+    if model.num_kv_heads != model.num_heads:
+        passes.append(Passes("repeat k and v to all heads, sum their gradients", 2 * Q, e, 2, 1.5, 4))
+    if model.qk_norm:
+        passes.append(Passes("norms of q and k", Q + K, FP32, 7, 23, 38))
+    if e == BF16:
+        passes.append(Passes("inputs to bfloat16, their gradients back", 5 * C, BF16 + FP32, 1, 1, 10))
+    return passes
+
+
+def ffn_passes(work: Workload) -> list[Passes]:
+    model, e = work.model, matmul_bytes(work)
+    moe = model.moe
+    F = moe.experts_per_token * moe.d_ff if moe.num_experts else model.d_ff
+    experts = max(1, moe.num_experts)
+    passes = [
+        Passes("silu, and its backward", F, e, 2, 3, 2 * experts, exp=True),
+        Passes("silu times up, and its two gradients", F, e, 3, 6, 3 * experts),
+    ]
+    if moe.num_experts:
+        kC = moe.experts_per_token * model.d_model
+        passes.append(Passes("gather by expert, weigh, scatter; and back", kC, FP32, 10, 14, 30))
+    return passes
+
+
+def compiled_passes(work: Workload) -> list[Passes]:
+    """Inductor fuses what lies between two matrix products into one kernel each."""
+    model, e = work.model, matmul_bytes(work)
+    C, Q, K = model.d_model, query_width(model), kv_width(model)
+    F = model.moe.experts_per_token * model.moe.d_ff if model.moe.num_experts else model.d_ff
+    return [
+        Passes("residual sum with norm, twice", 2 * C, (FP32 + e) / 2, 4, 6, 6),
+        Passes("rotate q and k, repeat k and v", 2 * Q + K, e, 2, 2, 6),
+        Passes("silu times up", F, e, 3, 5, 2, exp=True),
+    ]
+
+
+def passes_time(passes: Passes, tokens: int, rates: Rates) -> float:
+    """Seconds of forward and backward together: three tensors a timed multiplication, two a timed silu."""
+    tensor_bytes = tokens * passes.width * passes.element_bytes
+    if passes.exp:
+        return (passes.forward + passes.backward) / 2 * pass_time(rates.exp_pass, 2 * tensor_bytes)
+    return (passes.forward + passes.backward) / 3 * pass_time(rates.new_pass, 3 * tensor_bytes)
+
+
+def matmul_time(work: Workload, rates: Rates) -> float:
+    """Forward, gradient of the input and gradient of the weight of every linear layer, one micro-batch."""
+    matrices = block_matrices(work.model) * work.model.num_layers + [output_matrix(work.model)]
+    return sum(
+        3 * work.tokens * matrix.flops_per_token / interpolate(rates.matmul, min(matrix.inputs, matrix.outputs))
+        for matrix in matrices
+    )
+
+
+def attention_time(work: Workload, rates: Rates) -> float:
+    """Causal attention, forward and twice that backward, at the rates of the nearest head width tried."""
+    head_dim = work.model.head_dim
+    _, forward, backward = min(rates.attention, key=lambda measured: abs(measured[0] - head_dim))
+    flops = work.model.num_layers * work.tokens * attention_flops_per_token(work.model, work.seq_len)
+    return flops / interpolate(forward, work.seq_len) + 2 * flops / interpolate(backward, work.seq_len)
+
+
+def loss_time(work: Workload, rates: Rates) -> float:
+    """llm/loss.py on the logits: maximum and sum of exponentials, then the scaled softmax, in chunks on a CPU."""
+    elements, e = work.tokens * work.model.vocab_size, matmul_bytes(work)
+    if work.compile == "model":
+        return pass_time(rates.new_pass, 3 * e * elements)
+    if work.device == "cpu":
+        chunks = max(1.0, elements / CPU_CHUNK_ELEMENTS)
+        chunk_bytes = FP32 * elements / chunks
+        exponentials = 2 * pass_time(rates.exp_pass, 2 * chunk_bytes)
+        others = pass_time(rates.inplace_pass, 2 * chunk_bytes) * 4
+        return chunks * (exponentials + others)
+    return pass_time(rates.new_pass, (3 * FP32 + 4 * e + 8 * FP32) * elements)
+
+
+def optimizer_time(work: Workload, rates: Rates) -> float:
+    """The gradient norm, clipping and the update, once a step."""
+    parameters = count_parameters(work.model).total
+    hidden = muon_parameters(work.model) if work.optimizer == "muon" else 0
+    others = parameters - hidden if work.optimizer != "sgd" else 0
+    seconds = pass_time(rates.inplace_pass, 3 * FP32 * parameters)  # the norm reads, clipping reads and writes
+    # AdamW touches 18 tensors in seven operations; on a CPU four come from memory and the rest from the cache.
+    if work.device == "cpu" and others:
+        bundle = min(others, CPU_BUNDLE_ELEMENTS)
+        seconds += others / bundle * 9 * pass_time(rates.inplace_pass, 2 * FP32 * bundle)
+        seconds += pass_time(rates.inplace_pass, 7 * FP32 * others)
+    elif others:
+        seconds += pass_time(rates.inplace_pass, 18 * FP32 * others)
+    if work.optimizer == "sgd":
+        seconds += pass_time(rates.inplace_pass, 3 * FP32 * parameters)
+    if hidden:
+        seconds += pass_time(rates.inplace_pass, 12 * FP32 * hidden) + muon_matmul_time(work, rates)
+    return seconds
+
+
+def muon_matmul_time(work: Workload, rates: Rates) -> float:
+    """Newton-Schulz: a Gram matrix, its square and their product with X, five times."""
+    seconds = 0.0
+    for matrix in block_matrices(work.model):
+        copies = work.model.moe.num_experts if matrix.calls > 1 else 1
+        rows, columns = sorted((matrix.inputs, matrix.outputs))
+        flops = NS_STEPS * (4 * rows * rows * columns + 2 * rows**3)
+        rate = rates.bf16_matmul if work.device == "cpu" else interpolate(rates.matmul, rows)
+        seconds += work.model.num_layers * copies * flops / rate
+    return seconds
+
+
+def accumulation_time(work: Workload, rates: Rates) -> float:
+    """Weights to bfloat16 and their gradients back (autocast), and adding to the gradients that are there."""
+    parameters = count_parameters(work.model).total
+    seconds = 0.0
+    if work.dtype == "bfloat16":
+        cast = work.model.num_layers * block_parameters(work.model) + work.model.vocab_size * work.model.d_model
+        seconds += pass_time(rates.new_pass, 2 * (FP32 + BF16) * cast)
+    if work.grad_accum_steps > 1:
+        seconds += pass_time(rates.inplace_pass, 3 * FP32 * parameters)
+    return seconds
+
+
+def host_time(work: Workload, rates: Rates) -> float:
+    """What a GPU's host needs to issue a step; 0 on a CPU. A compiled model issues one kernel a fused group."""
+    if work.device == "cpu":
+        return 0.0
+    products = 3 * len(block_matrices(work.model)) + 5
+    kernels = products + sum(passes.kernels for passes in block_passes(work))
+    per_micro_batch = work.model.num_layers * kernels + 60
+    return rates.op_overhead_s * (work.grad_accum_steps * per_micro_batch + 30)
+
+
+def predict_step_time(work: Workload, rates: Rates) -> StepPrediction:
+    """Seconds of one optimizer step on one device; communication between devices is not in it."""
+    micro_batches, L = work.grad_accum_steps, work.model.num_layers
+    elementwise = L * sum(passes_time(passes, work.tokens, rates) for passes in block_passes(work))
+    elementwise += passes_time(Passes("last norm", work.model.d_model, FP32, 7, 23, 19), work.tokens, rates)
+    elementwise += accumulation_time(work, rates)
+    return StepPrediction(
+        matmul_s=micro_batches * matmul_time(work, rates),
+        attention_s=micro_batches * attention_time(work, rates),
+        elementwise_s=micro_batches * elementwise,
+        loss_s=micro_batches * loss_time(work, rates),
+        optimizer_s=optimizer_time(work, rates),
+        host_s=host_time(work, rates),
+        tokens=work.global_tokens,
+        flops=float(train_flops_per_token(work.model, work.seq_len)) * work.tokens * micro_batches,
+    )
