@@ -1,0 +1,56 @@
+"""What a benchmark prints and stores: where it ran, a table, and one JSON document as the last line."""
+
+import json
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from configs.report_numbers import format_quantity
+from configs.run_dir import write_json_atomic
+from llm.hardware import Hardware
+
+ROOT = Path(__file__).resolve().parents[1]
+COLUMNS = f"{'model':10} {'variant':24} {'quantity':12} {'predicted':>12} {'measured':>12} {'ratio':>6}  bound"
+
+
+def git_commit() -> str:
+    """The checkout's commit, or "unknown" outside one."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return "unknown"
+    return done.stdout.strip() or "unknown"
+
+
+def facts(hardware: Hardware, dtype: str) -> dict[str, Any]:
+    """Hardware, dtype, versions and commit of a benchmark."""
+    return {
+        "hardware": hardware.description,
+        "peak_flops": hardware.peak_flops(dtype),
+        "dtype": dtype,
+        "torch": torch.__version__,
+        "commit": git_commit(),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def print_head(known: dict[str, Any]) -> None:
+    print(f"{known['hardware']} · {known['dtype']} · torch {known['torch']} · commit {known['commit']}")
+    print(COLUMNS)
+
+
+def print_row(model: str, variant: str, row: dict[str, Any], bound: str) -> None:
+    """One quantity of one variant; a baseline has no prediction."""
+    predicted, measured = (format_quantity(row[key], row["unit"]) for key in ("predicted", "measured"))
+    ratio = "–" if row["ratio"] is None else f"{row['ratio']:.2f}"
+    print(f"{model:10} {variant:24} {row['quantity']:12} {predicted:>12} {measured:>12} {ratio:>6}  {bound}")
+
+
+def write_results(result: dict[str, Any], directory: str, device: str) -> None:
+    """Write bench_mark/results/model_<device>.json and print the same as the last line."""
+    write_json_atomic(Path(directory) / f"model_{device}.json", result)
+    print(json.dumps(result))
