@@ -13,6 +13,7 @@ from tokenizers import models, pre_tokenizers
 
 from configs.errors import UserError
 from llm.bpe_tokenizer import Tokenizer
+from llm.bpe_tokenizer_ascii import split_gpt2_ascii
 from llm.bpe_tokenizer_files import CHAR_BYTES
 from llm.bpe_tokenizer_merge import MergeTable, drop_overlaps
 from llm.bpe_tokenizer_pattern import CUTTABLE, PATTERNS, Splitter
@@ -129,6 +130,28 @@ def test_stream_gives_the_pieces_of_the_joined_text(pieces, cuts, pattern):
     bounds = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
     chunks = [text[a:b] for a, b in pairwise(bounds)]
     assert [piece for block in splitter.stream(chunks) for piece in block] == splitter.split_unicode(text)
+
+
+@settings(max_examples=500, deadline=None)
+@given(text=st.text(st.sampled_from("ab'sdlver  \n\t\r\x0b1.,!\x00\x1c\x7f"), min_size=2, max_size=40))
+def test_arrays_split_ascii_as_the_pattern_does(text):
+    assert split_gpt2_ascii(text) == Splitter("gpt2").split_unicode(text)
+
+
+@pytest.mark.parametrize("name", sorted(PATTERNS))
+def test_long_texts_split_as_the_pattern_does(name):
+    """Long enough for arrays; with stretches of other characters, with the mark, and with every pair of bytes."""
+    splitter = Splitter(name)
+    pairs = "".join(chr(a) + chr(b) for a in range(128) for b in range(128))
+    words = " ".join(random_texts(300)) + "plain words, it's 'em' and 12 more " * 200
+    for text in (
+        pairs,
+        pairs.replace("\x1e", ""),
+        words,
+        words.encode("ascii", "ignore").decode(),
+        words + "é" + words,
+    ):
+        assert splitter.split(text) == splitter.split_unicode(text)
 
 
 def test_encode_iterable_equals_encode_at_any_border(tokenizer):
