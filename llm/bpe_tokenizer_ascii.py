@@ -9,7 +9,7 @@ import numpy as np
 
 MARK = "\x1e"  # ASCII's record separator: a text that holds one is left to `re`
 MIN_CHARS = 1500  # below, the fixed cost of the array passes is more than `re` takes
-SPACE_CLASS, LETTER, DIGIT, OTHER = range(4)
+SPACE_CLASS, LETTER, DIGIT, OTHER, MARK_CLASS = range(5)
 APOSTROPHE, BLANK = ord("'"), ord(" ")
 
 
@@ -22,12 +22,13 @@ def _class_table() -> np.ndarray:
             table[ord(char)] = LETTER
         elif char.isdigit():
             table[ord(char)] = DIGIT
+    table[ord(MARK)] = MARK_CLASS
     return table
 
 
 CLASSES = _class_table()
-LONG_CONTRACTIONS = np.array([int.from_bytes(name, "big") for name in (b"ll", b"ve", b"re")])
-SHORT_CONTRACTIONS = np.frombuffer(b"sdmt", dtype=np.uint8)
+SHORT_CONTRACTION = np.isin(np.arange(128), list(b"sdmt"))
+LONG_CONTRACTIONS = [int.from_bytes(name, "big") for name in (b"ll", b"ve", b"re")]
 
 
 def piece_starts(chars: np.ndarray) -> np.ndarray:
@@ -50,16 +51,24 @@ def _mark_contractions(chars: np.ndarray, starts: np.ndarray) -> None:
     first = chars[places + 1]
     second = chars[np.minimum(places + 2, len(chars) - 1)]
     pair = (first.astype(np.int64) << 8) | second
-    short = np.isin(first, SHORT_CONTRACTIONS)
-    long = np.isin(pair, LONG_CONTRACTIONS) & (places + 2 < len(chars))
+    short = SHORT_CONTRACTION[first]
+    ll, ve, re = LONG_CONTRACTIONS
+    long = ((pair == ll) | (pair == ve) | (pair == re)) & (places + 2 < len(chars))
     starts[places[short | long] + 1] = False
     ends = np.concatenate([places[short] + 2, places[long] + 3])
     starts[ends[ends < len(chars)]] = True
 
 
 def split_gpt2_ascii(text: str) -> list[str]:
-    """The pieces of an ASCII text of two characters or more that does not hold MARK."""
+    """The pieces of an ASCII text of two characters or more.
+
+    The text may be several joined by MARK, each but the first beginning with a blank and each but the last ending in
+    another character: two empty pieces then stand between the pieces of one and of the next.
+    """
     chars = np.frombuffer(text.encode("ascii"), dtype=np.uint8)
-    places = np.flatnonzero(piece_starts(chars))
-    marked = np.insert(chars, places[1:], ord(MARK))
+    places = np.flatnonzero(piece_starts(chars))[1:]
+    times = np.ones(len(chars), dtype=np.uint8)
+    times[places] = 2
+    marked = np.repeat(chars, times)
+    marked[places + np.arange(len(places))] = ord(MARK)
     return marked.tobytes().decode("ascii").split(MARK)

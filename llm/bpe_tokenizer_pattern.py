@@ -3,12 +3,14 @@
 The patterns are those of GPT-2 and GPT-4 (cl100k), as published with tiktoken, and those of Llama 3, Qwen 2 and
 GPT-4o for tokenizers loaded from elsewhere. ASCII text goes through the standard `re` with the classes spelled out in
 ASCII, which finds the same pieces about twice as fast as `regex` does, and for GPT-2's pattern through NumPy
-(bpe_tokenizer_ascii); only the stretch around other characters, from a safe space to a safe space, goes through `regex`. \\p{L} and \\p{N} follow the Unicode version of `regex`, which is
-newer than that of `tokenizers`: characters assigned in between may be split differently there.
+(bpe_tokenizer_ascii); only the stretch around other characters, from a safe space to a safe space, goes through
+`regex`. \\p{L} and \\p{N} follow the Unicode version of `regex`, newer than that of `tokenizers`: characters assigned
+in between may be split differently there.
 """
 
 import re
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 
 import regex
 
@@ -89,12 +91,21 @@ class Splitter:
             return self.split_ascii(text)
         if not self.cuttable:
             return self.split_unicode(text)
-        pieces, done = [], 0
-        for start, end in _unicode_stretches(text):
-            pieces += self.split_ascii(text[done:start])
+        stretches = list(_unicode_stretches(text))
+        parts = [text[end:start] for (_, end), (start, _) in pairwise([(0, 0), *stretches, (len(text), 0)])]
+        if self._in_arrays and MARK not in text and sum(map(len, parts)) >= MIN_CHARS:
+            ascii_pieces, done = split_gpt2_ascii(MARK.join(parts)), 0
+            pieces = []
+            for start, end in stretches:
+                gap = ascii_pieces.index("", done)
+                pieces += ascii_pieces[done:gap]
+                pieces += self.split_unicode(text[start:end])
+                done = gap + 2
+            return pieces + ascii_pieces[done:]
+        pieces = self._find_ascii(parts[0])
+        for (start, end), part in zip(stretches, parts[1:], strict=True):
             pieces += self.split_unicode(text[start:end])
-            done = end
-        pieces += self.split_ascii(text[done:])
+            pieces += self._find_ascii(part)
         return pieces
 
     def split_ascii(self, text: str) -> list[str]:
@@ -159,9 +170,11 @@ def _unicode_stretches(text: str) -> Iterator[tuple[int, int]]:
     for match in _NON_ASCII.finditer(text):
         if match.start() < end:
             continue
-        if end:
-            yield start, end
-        start = _safe_space_before(text, end, match.start())
+        before = _safe_space_before(text, end, match.start())
+        if before > end:  # else this stretch goes on from the last one, or from the start of the text
+            if end:
+                yield start, end
+            start = before
         after = _SAFE_SPACE.search(text, match.end())
         end = after.start() if after else len(text)
     yield start, end
