@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -27,12 +30,23 @@ def load_config(schema: type[Config], composed: DictConfig | dict[str, Any]) -> 
     Raises UserError for an unknown key, a wrong type, a missing value, or a value that the schema refuses.
     """
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(schema), composed)
+        # Plain values again: a node that Hydra typed by itself would carry a stray key through the merge.
+        plain = OmegaConf.to_container(composed) if isinstance(composed, DictConfig) else composed
+        merged = OmegaConf.merge(OmegaConf.structured(schema), plain)
         return OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         reason = str(error).strip().splitlines()[0]
         key = getattr(error, "full_key", None)
         raise UserError(f"config key {key or '(root)'}: {reason}; see configs/ and {schema.__name__}") from error
+
+
+def register_schema(schema: type, config_name: str) -> None:
+    """Make `schema` known to Hydra as "<config_name>_schema", the first entry of that file's defaults.
+
+    Hydra then knows every field, also those that no YAML file sets, so `model.qk_norm=true` works as it stands and a
+    misspelt key is refused.
+    """
+    ConfigStore.instance().store(name=f"{config_name}_schema", node=schema)
 
 
 def run_script(body: Callable[[Config], Any], schema: type[Config], composed: DictConfig) -> None:
@@ -51,9 +65,7 @@ def config_to_yaml(config: Any) -> str:
 
 def compose_config(schema: type[Config], config_name: str, overrides: list[str] | None = None) -> Config:
     """Compose configs/<config_name>.yaml with overrides without a command line: for tests, benchmarks, notebooks."""
-    from hydra import compose, initialize_config_dir
-    from hydra.errors import HydraException
-
+    register_schema(schema, config_name)
     with initialize_config_dir(version_base="1.3", config_dir=CONFIG_DIR):
         try:
             composed = compose(config_name=config_name, overrides=overrides or [])

@@ -110,7 +110,7 @@ class DataConfig:
 
     tokens: str = "???"  # a directory of source directories, or one source directory (llm.tokenize_corpus writes it)
     tokenizer: str = "???"  # its hash must be the one that the tokens were made with
-    weights: dict[str, float] | None = None  # share of each source; null: by its number of tokens
+    weights: dict[str, float] = field(default_factory=dict)  # share of each source; empty: by number of tokens
     seq_len: int = 1024
     order: str = "random"
     document_masking: bool = False

@@ -152,7 +152,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 def remove(path: Path) -> None:
     """Delete a checkpoint; renamed first, so that a kill in between leaves no half of one under its name."""
     if path.exists():
-        doomed = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        doomed = path.with_name(f".{path.name}.{os.getpid()}.removed.partial")
         shutil.rmtree(doomed, ignore_errors=True)
         os.rename(path, doomed)
         shutil.rmtree(doomed)

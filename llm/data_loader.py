@@ -133,9 +133,7 @@ class ValidationSet:
             for start in range(0, len(tokens) - 1, seq_len)
         ]
         if not windows:
-            raise UserError(
-                "the validation split has no two tokens in a row; raise val_fraction when tokenising"
-            )
+            raise UserError("the validation split has no two tokens in a row; raise val_fraction when tokenising")
         count = min(len(windows), max(1, max_tokens // seq_len))
         self.windows = [windows[i * len(windows) // count] for i in range(count)]
         labels = sum(len(tokens) - 1 for split in sources for tokens in split.shards)
@@ -165,9 +163,9 @@ def open_sources(tokens: str | Path, split: str, tokenizer_sha256: str | None = 
     return opened
 
 
-def source_weights(sources: dict[str, TokenSplit], weights: dict[str, float] | None) -> list[float]:
+def source_weights(sources: dict[str, TokenSplit], weights: dict[str, float]) -> list[float]:
     """Each source's share, adding up to 1: as given by name, or by number of tokens."""
-    if weights is None:
+    if not weights:
         weights = {name: float(source.num_tokens) for name, source in sources.items()}
     unknown = sorted(weights.keys() ^ sources.keys())
     if unknown or min(weights.values()) < 0 or sum(weights.values()) <= 0:

@@ -7,6 +7,7 @@ that no file knows has no peak, so its MFU is null, and a note says how to add i
 import os
 import platform
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -78,9 +79,15 @@ def detect_hardware(
     return detect_gpu(config, device, dtype)
 
 
+@lru_cache(maxsize=8)
+def rates_of(device: torch.device, dtype: torch.dtype, threads: int) -> Rates:
+    """The calibration, once a process for each device, dtype and number of threads."""
+    return calibrate(device, dtype)
+
+
 def detect_cpu(threads: int, dtype: str) -> Hardware:
     """A CPU's peak is the best product of the calibration: no datasheet knows its clock and its share of cores."""
-    rates = calibrate(torch.device("cpu"), getattr(torch, dtype))
+    rates = rates_of(torch.device("cpu"), getattr(torch, dtype), threads)
     peak = max(rate for _, rate in rates.matmul)
     bandwidth = rates.new_pass[-1][0] / rates.new_pass[-1][1]
     peaks = {"bfloat16": (peak, None), "float32": (None, peak)}[dtype]
@@ -98,7 +105,7 @@ def detect_gpu(config: HardwareConfig, device: torch.device, dtype: str) -> Hard
     return Hardware(
         found.name, "cuda", description, found.bf16_flops, found.fp32_flops,
         float(torch.cuda.get_device_properties(device).total_memory), found.memory_bytes_per_s, found.source,
-        calibrate(device, getattr(torch, dtype)), note,
+        rates_of(device, getattr(torch, dtype), 0), note,
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ repeat the measurement. Sizes lie on a fixed grid; the cost model interpolates b
 """
 
 import math
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable
@@ -53,13 +54,13 @@ GRIDS = {
 
 
 class Stopwatch:
-    """Times a callable on a device: the lower quartile of the calls that fit the budget, after warming up.
+    """Times a callable on a device: the median of the calls that fit the budget, after warming up.
 
-    Not the median: another process that holds a core for a time slice would stand in a third of so few calls. With
+    The median and not the best: on a shared machine the steps to come will be disturbed as these calls are. With
     `hold`, results are held up to HELD_BYTES, so that each lands in memory that left the caches, as in a model.
     """
 
-    def __init__(self, device: torch.device, budget_s: float = 0.015, fewest: int = 4, most: int = 40):
+    def __init__(self, device: torch.device, budget_s: float = 0.015, fewest: int = 5, most: int = 40):
         self.device, self.budget_s, self.fewest, self.most = device, budget_s, fewest, most
 
     def __call__(self, work: Callable[[], torch.Tensor | None], hold: bool = False) -> float:
@@ -74,7 +75,7 @@ class Stopwatch:
             held.append(work())
             self.wait()
             times.append(time.perf_counter() - start_s)
-        return sorted(times)[len(times) // 4]
+        return statistics.median(times)
 
     def wait(self) -> None:
         if self.device.type == "cuda":

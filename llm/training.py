@@ -14,7 +14,7 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig
 
-from configs.loader import CONFIG_DIR, run_script
+from configs.loader import CONFIG_DIR, register_schema, run_script
 from llm.args import TrainConfig
 from llm.evaluation import Evaluation, evaluate_sums
 from llm.training_measure import FirstSteps, log_step, predict
@@ -96,4 +96,5 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
+    register_schema(TrainConfig, "training")
     main()

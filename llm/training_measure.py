@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from llm.cost_model import predict_run, train_flops_per_token, workload_of
+from llm.cost_model import predict_run
+from llm.cost_model_counts import train_flops_per_token
 from llm.metrics import mfu
 from llm.metrics_memory import PeakMemory, held_tensors
 from llm.training_setup import Trainer
@@ -19,7 +20,6 @@ MEASURED_STEPS = 2
 
 def predict(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
     """Facts of the run and its prediction, from the shape, the batch and the hardware's figures alone."""
-    work = workload_of(trainer.config, trainer.mesh.device.type, trainer.mesh.world_size)
     facts = {
         "device": trainer.hardware.name,
         "world_size": trainer.mesh.world_size,
@@ -28,7 +28,7 @@ def predict(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
         "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
         "tokenizer_sha256": trainer.tokenizer.sha256,
     }
-    return facts, predict_run(work, trainer.hardware)
+    return facts, predict_run(trainer.config, trainer.hardware, trainer.mesh.world_size)
 
 
 class FirstSteps:

@@ -65,7 +65,6 @@ class TrainingStep:
         synchronise_gradients(self.parameters, self.mesh)
         norm = gradient_norm(self.parameters)
         finite = math.isfinite(norm.item())
-        self.count_bad_step(finite, step)
         factor = learning_rate_factor(step, self.config.schedule, self.config.max_steps)
         set_learning_rate(self.optimizer, factor)
         if finite:
@@ -73,6 +72,7 @@ class TrainingStep:
                 scale_gradients(self.parameters, norm, self.config.optimizer.clip_norm)
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        self.count_bad_step(finite, step)
         lr = self.config.optimizer.lr * factor
         return StepResult(loss_sum, z_loss_sum, num_targets, norm.item(), lr, skipped=not finite)
 

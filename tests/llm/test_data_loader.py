@@ -27,10 +27,10 @@ def tokens(tmp_path):
     return tmp_path
 
 
-def make_loader(tokens, weights=None, **changes) -> BatchLoader:
+def make_loader(tokens, weights=(), **changes) -> BatchLoader:
     sources = open_sources(tokens, "train")
     config = LoaderConfig(**(dict(seq_len=10, num_sequences=8, seed=3) | changes))
-    return BatchLoader(list(sources.values()), source_weights(sources, weights), config)
+    return BatchLoader(list(sources.values()), source_weights(sources, dict(weights)), config)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -140,7 +140,7 @@ def test_wrong_weights_are_refused(tokens):
     for weights in ({"a": 1.0}, {"a": 1.0, "b": 1.0, "c": 1.0}, {"a": -1.0, "b": 1.0}, {"a": 0.0, "b": 0.0}):
         with pytest.raises(UserError, match="the sources are"):
             source_weights(sources, weights)
-    assert source_weights(sources, None) == pytest.approx([162 / 243, 81 / 243])
+    assert source_weights(sources, {}) == pytest.approx([162 / 243, 81 / 243])
 
 
 def test_a_source_without_validation_documents_is_left_out_of_validation(tokens):

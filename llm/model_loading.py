@@ -1,0 +1,78 @@
+"""From a checkpoint directory to a model and its tokenizer, ready to generate or to be evaluated.
+
+The checkpoint alone is enough: state.json holds the resolved config, the tokenizer's files lie beside it.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from configs.errors import UserError
+from configs.loader import load_config
+from llm.args import ModelConfig
+from llm.bpe_tokenizer import Tokenizer
+from llm.checkpoint import find_checkpoint, load_checkpoint
+from llm.transformer import Transformer
+
+PREFIX = "model/"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def choose_device(name: str) -> torch.device:
+    """ "auto" is the GPU where there is one; UserError when "cuda" is asked for and absent."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("device=cuda, but torch sees no GPU; use device=cpu or install a CUDA build of torch")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """ "auto" is bfloat16 on a GPU and float32 on a CPU, where bfloat16 is slower."""
+    if name == "auto":
+        name = "bfloat16" if device.type == "cuda" else "float32"
+    return DTYPES[name]
+
+
+def resolve_checkpoint(run: str | None, checkpoint: str | None) -> Path:
+    """The checkpoint directory that a script's `run=` or `checkpoint=` names; for a run its newest whole one."""
+    if (run is None) == (checkpoint is None):
+        raise UserError(f"run={run} and checkpoint={checkpoint}: give exactly one, such as run=runs/quickstart")
+    if checkpoint is not None:
+        path = Path(checkpoint)
+        if not path.is_dir():
+            raise UserError(f"checkpoint={checkpoint} is not a directory; give one such as checkpoints/step_00001000")
+        return path
+    if not Path(run).is_dir():
+        raise UserError(f"run={run} is not a directory; give a run such as runs/quickstart (ls runs)")
+    found = find_checkpoint(Path(run) / "checkpoints")
+    if found is None:
+        raise UserError(f"run={run} has no checkpoint yet; train it first or wait for its first save")
+    return found
+
+
+def load_model(
+    path: str | Path, device: torch.device, dtype: torch.dtype = torch.float32
+) -> tuple[Transformer, Tokenizer, dict[str, Any]]:
+    """The model in `dtype` on `device`, in evaluation mode, its tokenizer, and the checkpoint's state.
+
+    Raises UserError when the checkpoint is damaged or its tensors do not fit its config.
+    """
+    path = Path(path)
+    tensors, state = load_checkpoint(path)
+    model = Transformer(load_config(ModelConfig, state["config"]["model"]))
+    copy_weights(model, {n.removeprefix(PREFIX): t for n, t in tensors.items() if n.startswith(PREFIX)}, path)
+    return model.to(device=device, dtype=dtype).eval(), Tokenizer.load(path), state
+
+
+@torch.no_grad()
+def copy_weights(model: Transformer, weights: dict[str, torch.Tensor], path: Path) -> None:
+    """Fill every parameter (tied ones once) from `weights`; UserError unless names and shapes are the same."""
+    parameters = dict(model.named_parameters())
+    wrong = sorted(parameters.keys() ^ weights.keys())
+    wrong = wrong or [name for name, parameter in parameters.items() if parameter.shape != weights[name].shape]
+    if wrong:
+        raise UserError(f"{path} does not fit its own config in {', '.join(wrong[:5])}; use another checkpoint")
+    for name, parameter in parameters.items():
+        parameter.copy_(weights[name])
