@@ -47,7 +47,7 @@ _ASCII_CLASSES = {
 _ELEMENT = re.compile(r"\\p\{\w+\}|\\.|\[\^?|\]|.", re.DOTALL)
 _NON_ASCII = re.compile("[^\x00-\x7f]+")
 _SAFE_SPACE = re.compile(r"(?<=\S) ")  # `re`'s \S is inside every \S in use, so a cut here is safe for all of them
-_BLOCK_CHARS = 1 << 20
+BLOCK_CHARS = 1 << 20
 
 
 def ascii_pattern(pattern: str) -> str | None:
@@ -91,35 +91,44 @@ class Splitter:
             return self.split_ascii(text)
         if not self.cuttable:
             return self.split_unicode(text)
-        stretches = list(_unicode_stretches(text))
-        parts = [text[end:start] for (_, end), (start, _) in pairwise([(0, 0), *stretches, (len(text), 0)])]
-        if self._in_arrays and MARK not in text and sum(map(len, parts)) >= MIN_CHARS:
+        parts, stretches = self.take_apart(text)
+        if self.fits_arrays(text):
             ascii_pieces, done = split_gpt2_ascii(MARK.join(parts)), 0
             pieces = []
-            for start, end in stretches:
+            for stretch in stretches:
                 gap = ascii_pieces.index("", done)
                 pieces += ascii_pieces[done:gap]
-                pieces += self.split_unicode(text[start:end])
+                pieces += self.split_unicode(stretch)
                 done = gap + 2
             return pieces + ascii_pieces[done:]
         pieces = self._find_ascii(parts[0])
-        for (start, end), part in zip(stretches, parts[1:], strict=True):
-            pieces += self.split_unicode(text[start:end])
+        for stretch, part in zip(stretches, parts[1:], strict=True):
+            pieces += self.split_unicode(stretch)
             pieces += self._find_ascii(part)
         return pieces
 
+    def fits_arrays(self, text: str) -> bool:
+        """Whether bpe_tokenizer_ascii may split the ASCII parts of this text, joined by MARK."""
+        return self._in_arrays and len(text) >= MIN_CHARS and MARK not in text
+
+    def take_apart(self, text: str) -> tuple[list[str], list[str]]:
+        """ASCII parts, and the stretches with other characters that stand between them: one fewer."""
+        bounds = list(_unicode_stretches(text))
+        parts = [text[end:start] for (_, end), (start, _) in pairwise([(0, 0), *bounds, (len(text), 0)])]
+        return parts, [text[start:end] for start, end in bounds]
+
     def split_ascii(self, text: str) -> list[str]:
         """The pieces of a text that is ASCII."""
-        if self._in_arrays and len(text) >= MIN_CHARS and MARK not in text:
+        if self.fits_arrays(text):
             return split_gpt2_ascii(text)
         return self._find_ascii(text)
 
     def blocks(self, text: str) -> Iterator[list[str]]:
         """The pieces of a text in blocks of about a million characters, so that memory does not follow its length."""
-        if len(text) <= 2 * _BLOCK_CHARS or not self.cuttable:
+        if len(text) <= 2 * BLOCK_CHARS or not self.cuttable:
             yield self.split(text)
         else:
-            windows = (text[start : start + _BLOCK_CHARS] for start in range(0, len(text), _BLOCK_CHARS))
+            windows = (text[start : start + BLOCK_CHARS] for start in range(0, len(text), BLOCK_CHARS))
             yield from self.stream(windows)
 
     def stream(self, chunks: Iterable[str]) -> Iterator[list[str]]:
@@ -167,6 +176,8 @@ def _compile_unicode(pattern: str):
 def _unicode_stretches(text: str) -> Iterator[tuple[int, int]]:
     """(start, end) of the parts, cut at safe spaces, that hold every character outside ASCII."""
     start = end = 0
+    if text.isascii():
+        return
     for match in _NON_ASCII.finditer(text):
         if match.start() < end:
             continue

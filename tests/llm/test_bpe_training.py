@@ -100,13 +100,26 @@ def test_merges_match_tokenizers(pattern):
         assert tokenizer.encode(text.replace("<|", "")) == reference.encode(text.replace("<|", "")).ids
 
 
-def test_two_processes_count_as_one():
-    texts = tricky_corpus()
-    assert count_pieces(texts, "gpt4", num_processes=2) == count_pieces(texts, "gpt4")
+def test_counts_match_a_plain_count_of_the_pieces(monkeypatch):
+    """In arrays (long texts), with NULs, with the array counter's mark, with stretches of other characters."""
+    monkeypatch.setattr("llm.bpe_training_count.PENDING_KEYS", 500)
+    long_text = " ".join(story.text for story in make_stories(20, seed=8))
+    texts = [
+        *tricky_corpus(),
+        long_text,
+        long_text + " \x00 a\x00",
+        long_text + "\x1e x",
+        f"é{long_text}“z” {long_text}中",
+    ]
+    texts += [f"\n\n{long_text}  \n", "".join(texts)]
+    for pattern in PATTERNS:
+        expected = Counter(piece for text in texts for piece in Splitter(pattern).split_unicode(text))
+        assert count_pieces(texts, pattern) == expected
+        assert count_pieces(texts, pattern, num_processes=2) == expected
 
 
 def test_long_texts_are_counted_in_blocks(monkeypatch):
-    monkeypatch.setattr("llm.bpe_tokenizer_pattern._BLOCK_CHARS", 100)
+    monkeypatch.setattr("llm.bpe_tokenizer_pattern.BLOCK_CHARS", 100)
     text = " ".join(tricky_corpus())
     for pattern in PATTERNS:
         assert count_pieces([text], pattern) == Counter(
