@@ -21,9 +21,10 @@ from configs.report_samples import append_samples, printable
 from llm.bpe_tokenizer import Tokenizer
 from llm.generating_loop import GenerationLimits, generate, generate_stream
 from llm.generating_text import TextStream
-from llm.model_loading import choose_device, choose_dtype, load_model, resolve_checkpoint
+from llm.model_loading import choose_dtype, load_model, resolve_checkpoint
 from llm.sampling import SamplingConfig
 from llm.transformer import Transformer
+from parallel.mesh import choose_device
 
 
 @dataclass
@@ -80,7 +81,7 @@ def read_lines(path: Path) -> list[str]:
 def run_generation(config: GenerateConfig) -> list[str]:
     """Print and record each prompt with its completion; returns these texts."""
     path = resolve_checkpoint(config.run, config.checkpoint)
-    device = choose_device(config.device)
+    device = choose_device(config.device, local_rank=0)
     model, tokenizer, _ = load_model(path, device, choose_dtype(config.dtype, device))
     texts = config.all_prompts()
     prompts = [encode_prompt(text, tokenizer, config.document_start) for text in texts]

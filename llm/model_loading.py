@@ -19,15 +19,6 @@ PREFIX = "model/"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def choose_device(name: str) -> torch.device:
-    """ "auto" is the GPU where there is one; UserError when "cuda" is asked for and absent."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("device=cuda, but torch sees no GPU; use device=cpu or install a CUDA build of torch")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
-
-
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     """ "auto" is bfloat16 on a GPU and float32 on a CPU, where bfloat16 is slower."""
     if name == "auto":
