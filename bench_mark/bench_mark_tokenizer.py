@@ -10,8 +10,9 @@ of mixed text and code documentation. Anyone on Debian makes the like:
 
 then strips the tags of the .html files, unpacks .gz and .dz, keeps .txt, .rst, .pod and .dict as they are, and writes
 about 49 MB of it as JSONL documents (or: python -m data_processing.build_corpus source=text path='extracted/**').
-Peers: pip install -e '.[bench]'. Peak memory is the process's, Python and imports included. Engines take turns, so
-that a busy machine slows all of them; the table shows medians.
+Peers: pip install -e '.[bench]'. Peak memory is the process's, Python and imports included. Times are processor
+seconds (all threads): the clock's on an idle core, and steadier on a shared machine; training also shows the clock.
+Encoding takes every n-th document, about encode_mb of text. Engines take turns; the table shows medians.
 """
 
 import json
@@ -23,6 +24,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +52,11 @@ class TokenizerBenchConfig:
     vocab_size: int = 32_000
     pattern: str = "gpt2"
     repeats: int = 3
+    encode_mb: float = 10.0
     name: str = ""
 
     def __post_init__(self) -> None:
-        check_positive(repeats=self.repeats, vocab_size=self.vocab_size)
+        check_positive(repeats=self.repeats, vocab_size=self.vocab_size, encode_mb=self.encode_mb)
 
 
 def run_child(task: str, engine: str, corpus: Path, directory: Path, config: TokenizerBenchConfig) -> dict[str, Any]:
@@ -84,15 +87,18 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def measure_all(corpus: Path, directory: Path, config: TokenizerBenchConfig) -> dict[str, dict[str, list[dict]]]:
-    """All measurements, the engines taking turns `repeats` times."""
+def measure_all(folder: Path, size_mb: float, config: TokenizerBenchConfig) -> dict[str, dict[str, list[dict]]]:
+    """All measurements on folder/corpus.jsonl, the engines taking turns `repeats` times."""
     found: dict[str, dict[str, list[dict]]] = {}
+    step = max(1, round(size_mb / config.encode_mb))
+    write_documents(folder / "sample.jsonl", islice(read_documents(folder / "corpus.jsonl"), 0, None, step))
     for task, engines in (("train", TRAIN_ENGINES), ("encode", ENCODE_ENGINES), ("hard", HARD_ENGINES)):
         found[task] = {engine: [] for engine in engines}
+        corpus = folder / ("corpus.jsonl" if task == "train" else "sample.jsonl")
         for turn in range(config.repeats):
             for engine in engines:
                 print(f"{task} {turn + 1}/{config.repeats}: {engine}", file=sys.stderr, flush=True)
-                found[task][engine].append(run_child(task, engine, corpus, directory, config))
+                found[task][engine].append(run_child(task, engine, corpus, folder / "tokenizer", config))
     return found
 
 
@@ -118,8 +124,8 @@ def summarise(found: dict[str, dict[str, list[dict]]]) -> dict[str, Any]:
     ours = train["ours, tie_break=ids"]
     medians = {task: {engine: median_of(runs) for engine, runs in engines.items()} for task, engines in found.items()}
     return medians | {
-        "train_time_over_tokenizers": ratios_of(ours, train["tokenizers"], "time_s"),
-        "train_time_over_rustbpe": ratios_of(ours, train["rustbpe"], "time_s"),
+        "train_time_over_tokenizers": ratios_of(ours, train["tokenizers"], "cpu_s"),
+        "train_time_over_rustbpe": ratios_of(ours, train["rustbpe"], "cpu_s"),
         "train_memory_over_tokenizers": ratios_of(ours, train["tokenizers"], "peak_mb"),
         "encode_cold_over_tokenizers": ratios_of(encode["ours"], encode["tokenizers"], "cold_mb_s"),
         "encode_warm_over_tokenizers": ratios_of(encode["ours"], encode["tokenizers"], "warm_mb_s"),
@@ -138,9 +144,9 @@ BOUNDS = (
 
 
 def print_table(summary: dict[str, Any]) -> None:
-    print(f"\n{'training':<24}{'time s':>10}{'peak MB':>10}")
+    print(f"\n{'training':<24}{'cpu s':>10}{'clock s':>10}{'peak MB':>10}")
     for engine, row in summary["train"].items():
-        print(f"{engine:<24}{row['time_s']:>10.2f}{row['peak_mb']:>10.0f}")
+        print(f"{engine:<24}{row['cpu_s']:>10.2f}{row['time_s']:>10.2f}{row['peak_mb']:>10.0f}")
     print(f"\n{'encoding, one core':<24}{'cold MB/s':>10}{'warm MB/s':>10}{'peak MB':>10}")
     for engine, row in summary["encode"].items():
         print(f"{engine:<24}{row['cold_mb_s']:>10.2f}{row['warm_mb_s']:>10.2f}{row['peak_mb']:>10.0f}")
@@ -164,7 +170,7 @@ def body(config: TokenizerBenchConfig) -> dict[str, Any]:
         size = sum(len(document.text.encode("utf-8")) for document in read_documents(corpus)) / MEGABYTE
         name = config.name or (Path(config.corpus).stem if config.corpus else "embedded")
         print(f"corpus {name}: {size:.1f} MB, vocab_size {config.vocab_size}, pattern {config.pattern}")
-        summary = summarise(measure_all(corpus, Path(folder) / "tokenizer", config))
+        summary = summarise(measure_all(Path(folder), size, config))
     print_table(summary)
     settings = {"corpus": name, "corpus_mb": size, "vocab_size": config.vocab_size, "pattern": config.pattern}
     result = {"benchmark": "tokenizer", "machine": machine, **settings, "repeats": config.repeats, **summary}
