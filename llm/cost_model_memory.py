@@ -220,13 +220,14 @@ def predict_memory(work: Workload) -> MemoryPrediction:
         later = 0 if accumulating else (L - 1 - layer) * block_gradients + output_gradient
         return held + (layer + 1) * block + block_backward_bytes(work) + later + down
 
+    # A tied table has a gradient from each end and a third for their sum; accumulation needs one beside the old.
+    shared = (2 if model.tie_embeddings else 0) + (1 if accumulating else 0)
     phases = {
         "loss backward": held + activations + logits,
         "output backward": held + activations + N * V * e + output_gradient + N * C * e,
         "last block backward": through_block(L - 1),
         "first block backward": through_block(0),
-        "embedding backward": held + (0 if accumulating else weights) + FP32 * N * C
-        + (output_gradient if accumulating or model.tie_embeddings else 0),
+        "embedding backward": held + (0 if accumulating else weights) + FP32 * N * C + shared * output_gradient,
         "optimizer": weights + state + batch + workspace + weights + optimizer_scratch_bytes(work),
     }  # fmt: skip
     if work.world_size > 1:
