@@ -8,7 +8,7 @@ block; tests/llm/test_cost_model.py holds it against autograd itself and against
 Bytes, on one device. What a library allocates for itself is not counted, but for cuBLAS's workspace on a GPU.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llm.args import ModelConfig
 from llm.cost_model_counts import Workload, block_matrices, count_parameters, ffn_matrices, kv_width, query_width
@@ -66,10 +66,11 @@ def saved_in_block(work: Workload) -> list[Saved]:
     if model.qk_norm:
         K = kv_width(model)
         heads = model.num_heads + model.num_kv_heads
-        kept = (e if compiled or e == FP32 else e + FP32) + (0 if compiled else FP32)
+        kept = e if compiled else 2 * FP32
         saved.append(Saved("q_norm and k_norm: inputs and normed values", kept * (Q + K) + FP32 * heads))
     if model.attention == "eager":
-        saved.append(Saved("scores and probabilities of T keys", 2 * FP32 * model.num_heads * work.seq_len))
+        per_score = 2 * FP32 + (BF16 if e == BF16 else 0)
+        saved.append(Saved("scores and probabilities of T keys", per_score * model.num_heads * work.seq_len))
     if work.document_masking:
         saved.append(Saved("document mask as numbers to add to scores", e * work.seq_len))
     return saved + (saved_by_moe(work) if model.moe.num_experts else saved_by_swiglu(work, copies["gate, up"]))
@@ -127,7 +128,8 @@ def block_activation_bytes(work: Workload) -> int:
 def head_activation_bytes(work: Workload) -> int:
     """The last norm's tensors, the output layer's input and its weight as bfloat16."""
     C, e = work.model.d_model, matmul_bytes(work)
-    norm = sum(saved.bytes_per_token for saved in saved_by_norm(work, C, "norm"))
+    outside = replace(work, compile="none") if work.compile == "block" else work  # what is not a block stays eager
+    norm = sum(saved.bytes_per_token for saved in saved_by_norm(outside, C, "norm"))
     return work.tokens * (norm + e * C) + weight_copies(work, work.model.vocab_size * C)
 
 

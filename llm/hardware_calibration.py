@@ -66,7 +66,7 @@ class Stopwatch:
     def __call__(self, work: Callable[[], torch.Tensor | None], hold: bool = False) -> float:
         held = deque([work()], maxlen=1)
         if hold and self.device.type == "cpu":
-            held = deque(maxlen=max(1, HELD_BYTES // work().nbytes))
+            held = deque(maxlen=min(2048, max(1, HELD_BYTES // work().nbytes)))
             held.extend(work() for _ in range(held.maxlen))
         times: list[float] = []
         while len(times) < self.fewest or (len(times) < self.most and sum(times) < self.budget_s):

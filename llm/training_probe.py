@@ -68,18 +68,18 @@ class ProbeConfig:
 def search_largest(fits: Callable[[int], bool], guess: int, most: int) -> int:
     """The largest size in 0..most for which fits(size), which must be true up to some size and false beyond.
 
-    Starts at `guess`, doubles or halves to find both sides of the border, then halves the gap.
+    Starts at `guess`, walks away from it in growing strides to find both sides of the border, then halves the gap.
     """
     low, high = 0, most + 1
-    size = min(max(guess, 1), most)
+    size, stride = min(max(guess, 1), most), max(1, guess // 16)
     while low + 1 < high:
         if fits(size):
-            low = size
-            size = 2 * size if high == most + 1 else (low + high) // 2
+            low, size = size, size + stride
         else:
-            high = size
-            size = size // 2 if low == 0 else (low + high) // 2
-        size = min(max(size, low + 1), high - 1)
+            high, size = size, size - stride
+        stride *= 2
+        if not low < size < high or (low > 0 and high <= most):
+            size = (low + high) // 2
     return low
 
 

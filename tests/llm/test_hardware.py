@@ -61,7 +61,7 @@ def test_a_named_gpu_overrides_detection(gpu):
 
 
 def test_a_gpu_config_on_a_cpu_is_refused():
-    with pytest.raises(UserError, match="hardware=h200 is a GPU.*use hardware=auto"):
+    with pytest.raises(UserError, match=r"hardware=h200 is a GPU.*use hardware=auto"):
         detect_hardware(HardwareConfig(name="h200"), torch.device("cpu"))
 
 
