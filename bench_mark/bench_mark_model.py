@@ -8,6 +8,7 @@ start from the same weights and see the same tokens; on a CPU their steps altern
     python -m bench_mark.bench_mark_model device=cuda models=[gpt-124m,350m,1b]
 """
 
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -173,6 +174,7 @@ def compete(work: Workload, config: BenchmarkConfig, mesh: Mesh) -> list[Contest
         finished.append(replace(contestant, step=never, tensors=list))
         del contestant
         torch.compiler.reset()
+        gc.collect()
         torch.cuda.empty_cache()
     return finished
 
@@ -219,6 +221,7 @@ def benchmark(config: BenchmarkConfig) -> dict[str, Any]:
     if config.keep_freed_memory:
         keep_freed_memory()
     device = mesh.device.type
+    torch.set_float32_matmul_precision("high" if device == "cuda" else "highest")  # as llm.training does
     dtype = "bfloat16" if device == "cuda" else "float32"
     hardware = detect_hardware(config.hardware, mesh.device)
     known = facts(hardware, dtype)

@@ -82,7 +82,10 @@ def detect_hardware(
 @lru_cache(maxsize=8)
 def rates_of(device: torch.device, dtype: torch.dtype, threads: int) -> Rates:
     """The calibration, once a process for each device, dtype and number of threads."""
-    return calibrate(device, dtype)
+    rates = calibrate(device, dtype)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what the calibration took is for the model
+    return rates
 
 
 def detect_cpu(threads: int, dtype: str) -> Hardware:

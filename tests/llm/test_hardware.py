@@ -9,12 +9,20 @@ import torch
 from configs.errors import UserError
 from configs.loader import compose_config
 from llm.args import HardwareConfig
-from llm.hardware import detect_hardware, known_hardware, match_gpu
+from llm.hardware import detect_hardware, known_hardware, match_gpu, rates_of
 from llm.hardware_calibration import Grid, Rates
 from llm.training_probe import ProbeConfig, probe, search_largest
 
 RATES = Rates((), (), (), (), (), 0.0, 0.0)
 CUDA = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def fresh_calibration():
+    """What a test pretends to have measured is neither found nor left in the process's cache."""
+    rates_of.cache_clear()
+    yield
+    rates_of.cache_clear()
 
 
 @pytest.fixture
@@ -25,6 +33,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
         properties = SimpleNamespace(total_memory=5_000_000_000)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
         monkeypatch.setattr("llm.hardware.calibrate", lambda device, dtype: RATES)
 
     return pretend
