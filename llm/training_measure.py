@@ -21,7 +21,7 @@ MEASURED_STEPS = 2
 def predict(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
     """Facts of the run and its prediction, from the shape, the batch and the hardware's figures alone."""
     facts = {
-        "device": trainer.hardware.name,
+        "device": trainer.hardware.description,
         "world_size": trainer.mesh.world_size,
         "dtype": trainer.config.dtype,
         "compile": trainer.config.compile,

@@ -61,7 +61,7 @@ class Record:
         }
         self.report["predicted"] = predicted
         self.write_report("running")
-        self.tracker = Tracker(self.config.tracking, self.config.name, asdict(self.config))
+        self.tracker = Tracker(self.config.tracking, self.config.name, asdict(self.config), self.run_dir.path)
 
     def line(self, step: int, **fields: Any) -> None:
         """One line of metrics.jsonl, and of W&B when it is on."""
