@@ -154,6 +154,13 @@ def test_long_texts_split_as_the_pattern_does(name):
         assert splitter.split(text) == splitter.split_unicode(text)
 
 
+@pytest.mark.parametrize("pattern", sorted(CUTTABLE))
+def test_stream_waits_for_the_end_of_white_space(pattern):
+    """A newline after many spaces changes the piece that began before them."""
+    splitter, head, tail = Splitter(pattern), "word  \n" + " " * 20, " " * 5 + "\n   next"
+    assert [piece for block in splitter.stream([head, tail]) for piece in block] == splitter.split_unicode(head + tail)
+
+
 def test_encode_iterable_equals_encode_at_any_border(tokenizer):
     text = "".join(TRICKY) + make_stories(1, seed=1)[0].text
     for size in (1, 2, 3, 7, 64, 1000):

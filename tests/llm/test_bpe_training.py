@@ -1,12 +1,14 @@
 """Training against an exact recount, against `tokenizers`, and its bad inputs."""
 
 import json
+import random
 import subprocess
 import sys
 from collections import Counter, deque
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tokenizers
 from tokenizers import pre_tokenizers, trainers
@@ -19,7 +21,9 @@ from llm.bpe_tokenizer import Tokenizer
 from llm.bpe_tokenizer_files import BYTE_ORDER, bytes_to_chars
 from llm.bpe_tokenizer_pattern import PATTERNS, Splitter
 from llm.bpe_training_count import count_pieces
-from llm.bpe_training_learn import BpeSettings, learn_merges, train_tokenizer
+from llm.bpe_training_learn import BpeSettings, Vocabulary, learn_merges, train_tokenizer
+from llm.bpe_training_merge import SEPARATOR, ArrayWords, LinkedWords
+from llm.bpe_training_queue import PAIR_SHIFT, PairQueue
 from tests.llm.test_bpe_tokenizer import tricky_corpus
 from tests.stories import make_stories
 
@@ -72,13 +76,53 @@ def test_merges_match_an_exact_recount(texts, tie_break, array_cells, monkeypatc
     assert learned_merges(words, 500, tie_break) == recount_merges(words, 500, tie_break)
 
 
-def test_a_token_made_twice_keeps_its_first_id(monkeypatch):
-    """abc comes from (ab, c) first, and from (a, bc) where a longer word has kept ab from forming."""
-    words = {"abc": 50, "bc": 60, "zab": 70, "abcd": 3, "ab": 100, "xbc": 90, "bcbc": 55, "cab": 2}
-    for cells in (0, 1 << 40):
-        monkeypatch.setattr("llm.bpe_training_learn.ARRAY_MIN_CELLS", cells)
-        for tie_break in ("bytes", "ids"):
-            assert learned_merges(words, 400, tie_break) == recount_merges(words, 400, tie_break)
+def test_a_token_made_twice_keeps_its_first_id():
+    vocabulary = Vocabulary()
+    a, b, c = (vocabulary.ids[byte] for byte in (b"a", b"b", b"c"))
+    ab, bc = vocabulary.add_merge(a, b), vocabulary.add_merge(b, c)
+    assert vocabulary.add_merge(ab, c) == vocabulary.add_merge(a, bc) == 258
+    assert len(vocabulary) == 259 and vocabulary.merges == [(a, b), (b, c), (ab, c), (a, bc)]
+
+
+def test_a_pair_that_grows_above_the_open_count_comes_next():
+    counts = {1: 5, 2: 5, 3: 4}
+    queue = PairQueue(counts, lambda pair: pair)
+    assert queue.pop() == 1
+    counts[3] = 7
+    queue.push(3, 7)
+    assert [queue.pop(), counts.pop(1), counts.pop(3), queue.pop(), counts.pop(2), queue.pop()] == [3, 5, 7, 2, 5, None]
+
+
+@pytest.mark.parametrize("kind", [ArrayWords, LinkedWords])
+@pytest.mark.parametrize("seed", range(30))
+def test_words_stay_exact_under_any_merges(kind, seed):
+    """Random merges of random tokens, many of which make bytes that are a token already."""
+    rng = random.Random(seed)
+    names = ["a", "aa", "aaa", "aaaa"] if seed % 2 else ["a", "b", "aa", "ab", "ba", "aab", "aaa"]  # or runs alone
+    ids = {token: number for number, token in enumerate(names)}
+    rows = [([rng.choice(sorted(ids)) for _ in range(rng.randint(2, 12))], rng.randint(1, 5)) for _ in range(12)]
+    cells = [SEPARATOR] + [cell for row, _ in rows for cell in [*(ids[token] for token in row), SEPARATOR]]
+    weights = [0] + [times for row, times in rows for _ in range(len(row) + 1)]
+    words = kind(np.array(cells, dtype=np.int32), np.array(weights))
+    for _ in range(25):
+        counts = Counter()
+        for row, times in rows:
+            for left, right in pairwise(row):
+                counts[ids[left] << PAIR_SHIFT | ids[right]] += times
+        assert {pair: count for pair, count in words.counts.items() if count} == counts
+        if not counts:
+            break
+        names = list(ids)
+        left, right = (names[number] for number in divmod(rng.choice(sorted(counts)), 1 << PAIR_SHIFT))
+        new = ids.setdefault(left + right, len(ids))
+        grown = words.merge(ids[left], ids[right], new)
+        for row, _ in rows:
+            place = 0
+            while place < len(row) - 1:
+                if (row[place], row[place + 1]) == (left, right):
+                    row[place : place + 2] = [left + right]
+                place += 1
+        assert all(new in divmod(pair, 1 << PAIR_SHIFT) for pair in grown)
 
 
 @pytest.mark.parametrize("pattern", sorted(PATTERNS))
