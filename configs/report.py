@@ -137,7 +137,7 @@ def key_figures(run: RunFiles) -> list[tuple[str, str]]:
         ("bits per byte", fixed(validation.get("bits_per_byte"), 3)),
         ("perplexity", format_quantity(validation.get("perplexity"))),
         ("parameters", format_quantity(facts.get("parameters"))),
-        ("steps", format_quantity(run.last("step"))),
+        ("steps", whole(run.last("step"))),
         ("tokens seen", format_quantity(run.last("tokens") or facts.get("tokens_seen"))),
         ("tokens / s", format_quantity(run.last("tokens_per_s"))),
         ("MFU", format_quantity(run.last("mfu"), "fraction")),
@@ -149,6 +149,10 @@ def key_figures(run: RunFiles) -> list[tuple[str, str]]:
 
 def fixed(value: float | None, decimals: int) -> str:
     return "–" if value is None or not math.isfinite(value) else f"{value:.{decimals}f}"
+
+
+def whole(value: int | None) -> str:
+    return "–" if value is None else f"{value:,}"
 
 
 def comparison_table(rows: list[dict[str, Any]]) -> str:
@@ -163,7 +167,7 @@ def comparison_table(rows: list[dict[str, Any]]) -> str:
         for row in rows
     )
     head = '<th>quantity</th><th class="number">predicted</th><th class="number">measured</th>'
-    head += '<th class="number">measured / predicted</th><th>note</th>'
+    head += '<th class="number">ratio</th><th class="note">note</th>'
     return f"""<h2>Predicted and measured</h2>
 <div class="card scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>
 """

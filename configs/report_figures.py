@@ -92,6 +92,8 @@ def memory_figure(lines: list[Line], predicted_bytes: float | None) -> Figure | 
 
 def position_figure(loss_by_position: list[dict[str, Any]]) -> Figure | None:
     """Validation loss against the position in the window: how much the model gains from context."""
+    # A diverged run's NaN is no point of a curve, and no JSON either.
+    loss_by_position = [row for row in loss_by_position if math.isfinite(row["loss"])]
     if not loss_by_position:
         return None
     middles = [math.sqrt((row["first"] + 1) * (row["last"] + 1)) for row in loss_by_position]

@@ -35,7 +35,7 @@ p { margin: 4px 0 0; }
 .good { color: var(--good); background: var(--good-fill); border-color: transparent; }
 .warn { color: var(--warn); background: var(--warn-fill); border-color: transparent; }
 .card { background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
-.keys { display: grid; grid-template-columns: repeat(auto-fit, minmax(140px, 1fr)); gap: 12px; margin-top: 24px; }
+.keys { display: grid; grid-template-columns: repeat(auto-fit, minmax(180px, 1fr)); gap: 12px; margin-top: 24px; }
 .key { padding: 12px 16px; }
 .key b { display: block; font-size: 22px; font-weight: 600; line-height: 1.3; font-variant-numeric: tabular-nums; }
 .key span { color: var(--muted); font-size: 13px; }
@@ -45,6 +45,7 @@ th, td { padding: 9px 16px; text-align: left; border-bottom: 1px solid var(--lin
 tr:last-child td { border-bottom: 0; }
 th { color: var(--muted); font-weight: 500; font-size: 13px; }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+td:first-child { white-space: nowrap; }
 td.note { color: var(--muted); font-size: 13px; min-width: 14em; overflow-wrap: anywhere; }
 .gauge { display: inline-block; position: relative; width: 72px; height: 6px; margin-left: 10px; border-radius: 3px;
   background: var(--line); vertical-align: middle; }
@@ -62,7 +63,7 @@ td.note { color: var(--muted); font-size: 13px; min-width: 14em; overflow-wrap: 
 button { font: inherit; font-size: 13px; color: var(--ink); background: var(--code); border: 1px solid var(--line);
   border-radius: 6px; padding: 4px 10px; cursor: pointer; white-space: nowrap; }
 button:focus-visible, summary:focus-visible { outline: 2px solid var(--series-1); outline-offset: 2px; }
-.sample { padding: 14px 16px; margin: 0 0 12px; }
+.sample { padding: 14px 16px; margin: 12px 0 0; }
 pre { margin: 8px 0 0; white-space: pre-wrap; overflow-wrap: anywhere; unicode-bidi: isolate; font: 13px/1.55
   ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; max-height: 28em; overflow-y: auto; }
 details { padding: 12px 16px; }
@@ -73,7 +74,12 @@ footer { margin-top: 40px; color: var(--faint); font-size: 13px; }
   .charts { grid-template-columns: minmax(0, 1fr); }
   .keys { grid-template-columns: repeat(2, minmax(0, 1fr)); }
   .wide .plot { height: 260px; }
-  th, td { padding: 8px 10px; }
+  .gauge, th.note, td.note:empty { display: none; }
+  tr { display: grid; grid-template-columns: 1.3fr 1fr 1fr 3.4em; padding: 8px 12px; gap: 2px 8px;
+    border-bottom: 1px solid var(--line); }
+  tbody tr:last-child { border-bottom: 0; }
+  th, td { padding: 0; border: 0; }
+  td.note { grid-column: 1 / -1; min-width: 0; }
 }
 """
 
@@ -95,10 +101,16 @@ function axis(title) {
     linecolor: color("line"), tickfont: { size: 11 }, automargin: true };
 }
 
+// Ticks of a logarithmic axis: at 1, 2 and 5 within two decades, at powers of ten beyond.
+function digitsOf(figure) {
+  const values = figure.traces.flatMap((trace) => trace.y).filter((y) => y > 0);
+  return Math.max(...values) / Math.min(...values) > 100 ? 1 : "D2";
+}
+
 function layoutOf(figure) {
   const x = axis(figure.x_title), y = axis(figure.y_title);
   if (logX[figure.name] || figure.name === "position") { x.type = "log"; x.dtick = 1; }
-  if (figure.log_y) { y.type = "log"; y.nticks = 6; y.exponentformat = "power"; }
+  if (figure.log_y) { y.type = "log"; y.dtick = digitsOf(figure); y.exponentformat = "power"; }
   if (figure.from_zero) y.rangemode = "tozero";
   if (figure.name === "mfu") y.tickformat = ".0%";
   if (figure.name === "tokens_per_s") y.tickformat = "~s";

@@ -69,7 +69,7 @@ class GenerateConfig(SamplingConfig):
 def read_lines(path: Path) -> list[str]:
     """The lines of a prompt file that are not empty."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"prompts_file={path} is not readable UTF-8 text ({error}); give one prompt a line") from error
     kept = [line for line in lines if line.strip()]
