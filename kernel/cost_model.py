@@ -49,7 +49,7 @@ class AttentionShape:
 
 
 def exp_rate(num_multiprocessors: int, clock_hz: float) -> float:
-    """Exponentials a second: the special-function units of a multiprocessor give 16 a clock (CUDA C guide, cc 7.0-9.0)."""
+    """Exponentials a second: 16 a clock of each multiprocessor (CUDA C++ guide, compute capability 9.0)."""
     return 16.0 * num_multiprocessors * clock_hz
 
 
@@ -65,9 +65,9 @@ def predict(work: KernelWork, peaks: Peaks) -> KernelPrediction:
 
 
 def causal_pairs(T: int, S: int) -> float:
-    """(query, key) pairs under a causal mask whose last query sees all keys; half of T * S where T = S, as is the custom.
+    """(query, key) pairs under a causal mask whose last query sees all keys: T * S / 2 where T = S.
 
-    Exactly it would be T (T + 1) / 2; the half is how papers and libraries count, so that rates can be compared.
+    Exactly it would be T (T + 1) / 2; half is how papers and libraries count, so that rates can be compared.
     """
     return T * S - T * T / 2
 
