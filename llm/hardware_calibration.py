@@ -51,6 +51,8 @@ GRIDS = {
                  (64, 128), (1024, 4096), 16384),
 }  # fmt: skip
 
+BURST_S = 1e-3
+
 
 class Stopwatch:
     """Times a callable on a device: the 40th percentile of the calls that fit the budget, after warming up.
@@ -64,27 +66,41 @@ class Stopwatch:
         self.device, self.budget_s, self.fewest, self.most = device, budget_s, fewest, most
 
     def __call__(self, work: Callable[[], torch.Tensor | None], hold: bool = False) -> float:
+        return self.on_gpu(work) if self.device.type == "cuda" else self.on_cpu(work, hold)
+
+    def on_gpu(self, work: Callable[[], torch.Tensor | None]) -> float:
+        """Calls are issued in bursts of about a millisecond between two events, as a step issues its own: a call timed
+        alone would count the wait for the host as well."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        burst, seconds = 1, []
+        for _ in range(2 + self.fewest):  # the first two are for warming up and for finding the burst's length
+            start.record()
+            for _ in range(burst):
+                work()
+            end.record()
+            end.synchronize()
+            seconds.append(start.elapsed_time(end) / 1e3 / burst)
+            burst = max(1, min(100, math.ceil(BURST_S / seconds[-1])))
+        return sorted(seconds[2:])[2 * self.fewest // 5]
+
+    def on_cpu(self, work: Callable[[], torch.Tensor | None], hold: bool) -> float:
         held = deque([work()], maxlen=1)
-        if hold and self.device.type == "cpu":
+        if hold:
             held = deque(maxlen=min(2048, max(1, HELD_BYTES // work().nbytes)))
             held.extend(work() for _ in range(held.maxlen))
         times: list[float] = []
         while len(times) < self.fewest or (len(times) < self.most and sum(times) < self.budget_s):
-            self.wait()
             start_s = time.perf_counter()
             held.append(work())
-            self.wait()
             times.append(time.perf_counter() - start_s)
         return sorted(times)[2 * len(times) // 5]
-
-    def wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def calibrate(device: torch.device, dtype: torch.dtype) -> Rates:
     """Measure `device`; matrix products and attention in `dtype`, passes in float32."""
     grid = GRIDS[device.type]
+    if device.type == "cuda":
+        raise_clocks(device)
     stopwatch = Stopwatch(device)
     return Rates(
         matmul=tuple((width, matmul_rate(width, grid.rows, device, dtype, stopwatch)) for width in grid.widths),
@@ -97,10 +113,20 @@ def calibrate(device: torch.device, dtype: torch.dtype) -> Rates:
     )
 
 
+def raise_clocks(device: torch.device, seconds: float = 0.2) -> None:
+    """Keep an idle GPU busy for a moment, until its clocks are those of work."""
+    square = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
+    end_s = time.perf_counter() + seconds
+    while time.perf_counter() < end_s:
+        square @ square
+        torch.cuda.synchronize(device)
+
+
 def matmul_rate(width: int, rows: int, device: torch.device, dtype: torch.dtype, stopwatch: Stopwatch) -> float:
     """FLOP/s of the three products of a linear layer (rows, width) x (width, width) together."""
-    x, gradient = torch.ones(2, rows, width, device=device, dtype=dtype)
-    weight = torch.ones(width, width, device=device, dtype=dtype)
+    # Random numbers: products of ones run faster, since fewer bits change.
+    x, gradient = torch.randn(2, rows, width, device=device, dtype=dtype)
+    weight = torch.randn(width, width, device=device, dtype=dtype)
     products = [lambda: F.linear(x, weight), lambda: gradient @ weight, lambda: gradient.t() @ x]
     return 6 * rows * width * width / sum(stopwatch(product) for product in products)
 
@@ -127,7 +153,7 @@ def attention_rates(
     for seq_len in grid.seq_lens:
         heads = 4
         shape = (max(1, grid.attention_tokens // seq_len), heads, seq_len, head_dim)
-        q, k, v = (torch.ones(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+        q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
 
         def attend(q: torch.Tensor = q, k: torch.Tensor = k, v: torch.Tensor = v) -> torch.Tensor:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
