@@ -116,7 +116,12 @@ class Tokenizer:
         return results
 
     def encode_group(self, texts: list[str]) -> list[np.ndarray]:
-        """The ids (int32) of each text, all together in memory: pieces new to any of them are merged as one batch."""
+        """The ids (int32) of each text, all together in memory: pieces new to any of them are merged as one batch.
+
+        Among long texts each goes on its own, in blocks.
+        """
+        if any(map(self.splitter.is_long, texts)):
+            return [self.encode_array(text) for text in texts]
         pieces, cuts = [], []
         for text in texts:
             pieces += self.splitter.split(self._clean(text))

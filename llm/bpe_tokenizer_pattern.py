@@ -123,9 +123,13 @@ class Splitter:
             return split_gpt2_ascii(text)
         return self._find_ascii(text)
 
+    def is_long(self, text: str) -> bool:
+        """Whether `blocks` cuts the text."""
+        return self.cuttable and len(text) > 2 * BLOCK_CHARS
+
     def blocks(self, text: str) -> Iterator[list[str]]:
         """The pieces of a text in blocks of about a million characters, so that memory does not follow its length."""
-        if len(text) <= 2 * BLOCK_CHARS or not self.cuttable:
+        if not self.is_long(text):
             yield self.split(text)
         else:
             windows = (text[start : start + BLOCK_CHARS] for start in range(0, len(text), BLOCK_CHARS))

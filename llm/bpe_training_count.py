@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from llm.bpe_tokenizer_ascii import MARK, piece_starts
-from llm.bpe_tokenizer_pattern import BLOCK_CHARS, Splitter
+from llm.bpe_tokenizer_pattern import Splitter
 from llm.bpe_tokenizer_pool import group_texts, ordered_map
 
 MAX_PIECE_CHARS = 1 << 12  # no token grows so long; a piece of 200 MB would be held as as many cells
@@ -33,7 +33,7 @@ class PieceCounter:
 
     def add(self, text: str) -> None:
         """Count the pieces of one text."""
-        if len(text) > 2 * BLOCK_CHARS or not self.splitter.fits_arrays(text) or "\0" in text:
+        if self.splitter.is_long(text) or not self.splitter.fits_arrays(text) or "\0" in text:
             for pieces in self.splitter.blocks(text):
                 self.counter.update(pieces)
             return

@@ -178,6 +178,16 @@ def test_encode_iterable_holds_little_of_an_endless_stream(tokenizer):
     assert [next(ids) for _ in range(1000)]
 
 
+def test_long_texts_are_encoded_in_blocks(tokenizer, monkeypatch):
+    text = "".join(TRICKY) * 3
+    expected, most = tokenizer.encode(text), []
+    monkeypatch.setattr("llm.bpe_tokenizer_pattern.BLOCK_CHARS", 200)
+    encode_parts = tokenizer._slots.encode_parts
+    monkeypatch.setattr(tokenizer._slots, "encode_parts", lambda p, cuts: most.append(len(p)) or encode_parts(p, cuts))
+    assert tokenizer.encode_batch(["a b", text, "c"]) == [tokenizer.encode("a b"), expected, tokenizer.encode("c")]
+    assert len(most) > 10 and max(most) < len(expected) / 2
+
+
 def test_special_tokens_need_permission(tokenizer):
     text = "a<|endoftext|><|x|>b"
     eot, x = tokenizer.special_tokens["<|endoftext|>"], tokenizer.special_tokens["<|x|>"]
