@@ -16,6 +16,7 @@ FILE_NAME = "samples.txt"
 HEADING = re.compile(r"^=== (.*) ===$", re.MULTILINE)
 CONTROL_PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}  # ESC becomes U+241B
 CONTROL_PICTURES |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+CONTROL_PICTURES |= dict.fromkeys(range(0xD800, 0xE000), 0xFFFD)  # lone surrogates: UTF-8 cannot hold them
 
 
 @dataclass

@@ -69,6 +69,7 @@ def test_samples_cannot_pass_for_headings_or_drive_a_terminal(run):
     (sample,) = read_run(run.path).samples
     assert "step 1 | seed 2" in sample.heading and "step 99" in sample.text and "\x1b" not in sample.text
     assert printable("a\x07\n\tb") == "a\u2407\n\tb"
+    assert printable("bytes of a shell \udcff").encode() == "bytes of a shell \ufffd".encode()
 
 
 def test_json_in_the_page_cannot_close_its_script(run):
@@ -125,7 +126,9 @@ def test_the_summary_tells_what_a_newcomer_wants_to_know(run):
     told = console.file.getvalue()
     for words in ("Once [bold]upon[/bold] a time", "6.2500 nats", "2.5000", "peak memory", "1 MiB", "2 MiB", "2.00"):
         assert words in told, words
-    assert f"{run.path}/report.html" in told, "a path stays on one line, whatever the width"
+    narrow = Console(file=io.StringIO(), width=20)
+    print_summary(run.path, run.path / "report.html", narrow)
+    assert f"{run.path}/report.html" in narrow.file.getvalue(), "a path stays on one line, whatever the width"
 
 
 def test_the_command_rebuilds_the_page_and_refuses_what_is_no_run(run, tmp_path):
