@@ -46,6 +46,11 @@ def write_json_atomic(path: str | Path, value: Any) -> None:
     write_text_atomic(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
+def is_plain_file_name(name: Any) -> bool:
+    """Whether a name read from a file that someone else may have made stays within the directory it is joined to."""
+    return isinstance(name, str) and name not in ("", ".", "..") and Path(name).name == name and "\0" not in name
+
+
 def read_json(path: str | Path) -> Any:
     """Read a JSON file; UserError names the file when it is missing or broken."""
     try:

@@ -20,10 +20,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from configs.errors import UserError
-from configs.run_dir import read_json, sync_directory, write_json_atomic
+from configs.run_dir import is_plain_file_name, read_json, sync_directory, write_json_atomic
 from llm.checkpoint_tensors import read_tensors, write_tensors
+from llm.optimizer import STATE_KEYS
 
 FORMAT = "mew-checkpoint-1"
+MODEL_PREFIX, OPTIMIZER_PREFIX = "model/", "optimizer/"
+REQUIRED_FILES = ("index.json", "state.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "ranks.tiktoken")
 HASH_THREADS = 4
 
@@ -65,9 +68,18 @@ def save_checkpoint(
             f"then run the same command: older checkpoints are kept"
         ) from error
     if keep_last is not None:
-        for path in list_checkpoints(directory)[:-keep_last]:
-            remove(path)
+        remove_older(directory, step, keep_last)
     return target
+
+
+def remove_older(directory: Path, step: int, keep_last: int) -> None:
+    """Delete all but the last `keep_last` checkpoints up to `step`, which is whole.
+
+    A checkpoint of a later step is a damaged one that the run was resumed before: it does not count, else it could push
+    out the whole ones. It is replaced when the run gets there.
+    """
+    for path in [path for path in list_checkpoints(directory) if step_of(path) <= step][:-keep_last]:
+        remove(path)
 
 
 def find_checkpoint(directory: str | Path) -> Path | None:
@@ -86,8 +98,10 @@ def find_checkpoint(directory: str | Path) -> Path | None:
     return None
 
 
-def load_checkpoint(path: str | Path, verify: bool = True) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """All tensors of a checkpoint, on the CPU and in full shape, and its state.json.
+def load_checkpoint(
+    path: str | Path, verify: bool = True, prefix: str = ""
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors whose name begins with `prefix`, on the CPU and in full shape, and state.json.
 
     Raises UserError for a damaged or foreign directory.
     """
@@ -96,23 +110,32 @@ def load_checkpoint(path: str | Path, verify: bool = True) -> tuple[dict[str, Te
     if reason:
         raise UserError(f"checkpoint {path} is damaged ({reason}); use an older one")
     index = read_json(path / "index.json")
-    if not isinstance(index, dict) or index.get("format") != FORMAT:
+    if not isinstance(index, dict) or index.get("format") != FORMAT or not isinstance(index.get("tensors"), dict):
         raise UserError(f"{path}/index.json is not of format {FORMAT!r}; use a checkpoint that llm.training saved")
-    return read_tensors(path, index["tensors"]), read_json(path / "state.json")
+    wanted = {name: entry for name, entry in index["tensors"].items() if name.startswith(prefix)}
+    return read_tensors(path, wanted), read_json(path / "state.json")
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
     """Every step directory, by rising step, whole or not."""
-    return sorted(path for path in directory.glob("step_*") if path.is_dir() and path.name[5:].isdecimal())
+    found = [path for path in directory.glob("step_*") if path.is_dir() and path.name[5:].isdecimal()]
+    return sorted(found, key=step_of)
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
 
 
 def damage(path: Path) -> str | None:
     """What is wrong with a checkpoint directory by its manifest, or None."""
     try:
         manifest = read_json(path / "manifest.json")
+        absent = [name for name in REQUIRED_FILES if name not in manifest]
+        if absent:
+            return f"manifest.json does not name {absent[0]}"
         for name, entry in manifest.items():
             file = path / name
-            if Path(name).name != name or not file.is_file():
+            if not is_plain_file_name(name) or not file.is_file():
                 return f"{name} is missing"
             if file.stat().st_size != entry["bytes"]:
                 return f"{name} has {file.stat().st_size} bytes, not {entry['bytes']}"
@@ -164,44 +187,93 @@ def remove_leftovers(directory: Path) -> None:
         shutil.rmtree(path)
 
 
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and persistent buffer, named "model/<name>"; tied ones once, under their first name."""
+    named = dict(model.named_parameters())
+    persistent = model.state_dict(keep_vars=True).keys()
+    named |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    return {MODEL_PREFIX + name: tensor.detach() for name, tensor in named.items()}
+
+
 def model_and_optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """ "model/<parameter>" and "optimizer/<parameter>/<state>" of everything to be saved; tied parameters once."""
-    tensors = {f"model/{name}": parameter.detach() for name, parameter in model.named_parameters()}
-    for name, parameter in named_optimizer_parameters(optimizer):
+    """Everything to be saved: `model_tensors` and "optimizer/<parameter>/<state>"."""
+    tensors = model_tensors(model)
+    for name, parameter, _ in named_optimizer_parameters(optimizer):
         for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"optimizer/{name}/{key}"] = value.detach()
+            tensors[f"{OPTIMIZER_PREFIX}{name}/{key}"] = value.detach()
     return tensors
 
 
-def named_optimizer_parameters(optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
+def named_optimizer_parameters(optimizer: Optimizer) -> list[tuple[str, nn.Parameter, str]]:
+    """(name, parameter, algorithm) of everything that the optimizer updates."""
     groups = optimizer.param_groups
-    return [pair for group in groups for pair in zip(group["param_names"], group["params"], strict=True)]
+    return [
+        (name, parameter, group["algorithm"])
+        for group in groups
+        for name, parameter in zip(group["param_names"], group["params"], strict=True)
+    ]
 
 
 @torch.no_grad()
-def restore_model_and_optimizer(model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Copy saved tensors into a model and its optimizer; UserError lists names or shapes that do not fit."""
-    parameters = {f"model/{name}": parameter for name, parameter in model.named_parameters()}
-    saved = {name: tensor for name, tensor in tensors.items() if name.startswith("model/")}
-    wrong = sorted(parameters.keys() ^ saved.keys())
-    wrong = wrong or [n for n, parameter in parameters.items() if parameter.shape != saved[n].shape]
+def copy_model_tensors(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Fill a model from the "model/<name>" among `tensors`; UserError unless names and shapes are the same."""
+    check_model_tensors(model, tensors)
+    for name, tensor in model_tensors(model).items():
+        tensor.copy_(tensors[name])
+
+
+def check_model_tensors(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    own = model_tensors(model)
+    saved = {name: tensor for name, tensor in tensors.items() if name.startswith(MODEL_PREFIX)}
+    wrong = [f"{name} is missing" for name in own.keys() - saved.keys()]
+    wrong += [f"{name} is unexpected" for name in saved.keys() - own.keys()]
+    wrong += [
+        f"{name} is {list(saved[name].shape)} instead of {list(tensor.shape)}"
+        for name, tensor in own.items()
+        if name in saved and saved[name].shape != tensor.shape
+    ]
     if wrong:
         raise UserError(
-            f"the checkpoint does not fit the model in {len(wrong)} parameters, first {', '.join(wrong[:3])}; "
-            f"use the config that the checkpoint was trained with"
+            f"the checkpoint does not fit the model: {some_of(wrong)}; "
+            f"use the model config that the checkpoint was trained with"
         )
-    for name, parameter in parameters.items():
-        parameter.copy_(saved[name])
-    states = {name: tensor for name, tensor in tensors.items() if name.startswith("optimizer/")}
-    for name, parameter in named_optimizer_parameters(optimizer):
-        prefix = f"optimizer/{name}/"
-        for full_name in [n for n in states if n.startswith(prefix) and "/" not in n[len(prefix) :]]:
-            value = states.pop(full_name)
-            # Scalars such as the step count live on the host, the rest beside the parameter.
-            device = parameter.device if value.ndim else torch.device("cpu")
-            optimizer.state[parameter][full_name.removeprefix(prefix)] = value.to(device)
-    if states:
+
+
+def restore_model_and_optimizer(model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor]) -> None:
+    """Copy saved tensors into a model and its optimizer; UserError lists what is missing, unexpected or misshapen."""
+    check_model_tensors(model, tensors)
+    state = optimizer_state(optimizer, tensors)  # both are checked before anything is changed
+    copy_model_tensors(model, tensors)
+    optimizer.state.update(state)
+
+
+def optimizer_state(optimizer: Optimizer, tensors: dict[str, Tensor]) -> dict[nn.Parameter, dict[str, Tensor]]:
+    """The "optimizer/<parameter>/<state>" among `tensors`, by parameter; one that was never updated has none."""
+    saved: dict[str, dict[str, Tensor]] = {}
+    for full_name, tensor in tensors.items():
+        if full_name.startswith(OPTIMIZER_PREFIX):
+            name, _, key = full_name.removeprefix(OPTIMIZER_PREFIX).rpartition("/")
+            saved.setdefault(name, {})[key] = tensor
+    state, wrong = {}, []
+    for name, parameter, algorithm in named_optimizer_parameters(optimizer):
+        values = saved.pop(name, {})
+        if values and values.keys() != STATE_KEYS[algorithm]:
+            wrong.append(f"{name} has {sorted(values)}, {algorithm} needs {sorted(STATE_KEYS[algorithm])}")
+        wrong += [f"{name}/{k} is {list(v.shape)}" for k, v in values.items() if v.ndim and v.shape != parameter.shape]
+        # Scalars such as the step count live on the host, the rest beside the parameter.
+        if values:
+            state[parameter] = {k: v.to(parameter.device) if v.ndim else v.cpu() for k, v in values.items()}
+    wrong += [f"{name} is unexpected" for name in saved]
+    if wrong:
         raise UserError(
-            f"the checkpoint holds optimizer state that this optimizer has no parameter for, first "
-            f"{', '.join(sorted(states)[:3])}; use the optimizer that the checkpoint was trained with"
+            f"the checkpoint does not fit the optimizer: {some_of(wrong)}; "
+            f"use the optimizer.name that the checkpoint was trained with"
         )
+    return state
+
+
+def some_of(faults: list[str]) -> str:
+    """The first three of them, and how many more."""
+    faults = sorted(faults)
+    more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
+    return ", ".join(faults[:3]) + more

@@ -5,7 +5,6 @@ index["model/x"] = {"shape": [8, 4], "dtype": "float32", "pieces": [{"file": ...
 writes several, and the reader puts any of them together.
 """
 
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from configs.errors import UserError
+from configs.run_dir import is_plain_file_name
 
 MAX_FILE_BYTES = 4 << 30
 DTYPES = {
@@ -67,7 +67,7 @@ def read_tensors(directory: Path, index: dict[str, Any]) -> dict[str, Tensor]:
     try:
         for entry in index.values():
             for name in (piece["file"] for piece in entry["pieces"]):
-                if Path(name).name != name:  # untrusted: it must not lead out of the directory
+                if not is_plain_file_name(name):
                     raise ValueError(f"{name!r} is not a plain file name")
                 if name not in files:
                     files[name] = safe_open(directory / name, framework="pt")
@@ -82,6 +82,7 @@ def assemble(entry: dict[str, Any], files: dict[str, Any]) -> Tensor:
     if len(pieces) == 1 and tuple(pieces[0]["shape"]) == shape:
         return checked(files[pieces[0]["file"]].get_tensor(pieces[0]["key"]), shape, dtype)
     full = torch.empty(shape, dtype=dtype)
+    missing = torch.ones(shape, dtype=torch.bool)
     covered = 0
     for piece in pieces:
         value = checked(files[piece["file"]].get_tensor(piece["key"]), tuple(piece["shape"]), dtype)
@@ -90,9 +91,13 @@ def assemble(entry: dict[str, Any], files: dict[str, Any]) -> Tensor:
                 raise ValueError(f"piece {piece['key']} at {piece['offsets']} leaves the shape {list(shape)}")
         region = tuple(slice(o, o + n) for o, n in zip(piece["offsets"], piece["shape"], strict=True))
         full[region] = value
+        missing[region] = False
         covered += value.numel()
-    if covered != math.prod(shape):
-        raise ValueError(f"the pieces of {pieces[0]['key']} cover {covered} of {math.prod(shape)} elements")
+    if missing.any() or covered != full.numel():
+        raise ValueError(
+            f"the {len(pieces)} pieces hold {covered} elements of {full.numel()} and leave out {int(missing.sum())}; "
+            f"each must be held once"
+        )
     return full
 
 

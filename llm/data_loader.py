@@ -6,7 +6,7 @@ sources are mixed by weight. With document masking, the end-of-text token that e
 belongs to the next document and its label is that document's first token, so a model learns to start from it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,10 +37,14 @@ class Batch:
     token_positions: Tensor | None = None
 
     def to(self, device: torch.device) -> "Batch":
-        if device.type == "cpu":
-            return self
+        return self if device.type == "cpu" else self.map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> "Batch":
+        return self.map(Tensor.pin_memory)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         tensors = (self.token_ids, self.targets, self.doc_ids, self.token_positions)
-        ids, targets, docs, positions = (t if t is None else t.to(device, non_blocking=True) for t in tensors)
+        ids, targets, docs, positions = (None if tensor is None else change(tensor) for tensor in tensors)
         return Batch(ids, targets, self.num_targets, docs, positions)
 
 
@@ -65,19 +69,32 @@ def make_batch(windows: np.ndarray, eot_id: int | None) -> Batch:
 
 @dataclass
 class LoaderConfig:
-    """How windows are drawn; `num_sequences` is the number of rows of the global batch."""
+    """How windows are drawn; `num_sequences` is the number of rows of the global batch.
+
+    pin_memory: put batches in page-locked memory, from where a copy to the GPU does not make the host wait.
+    """
 
     seq_len: int
     num_sequences: int
     seed: int
     order: str = "random"
     document_masking: bool = False
+    pin_memory: bool = False
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise UserError(f"seed={self.seed} must not be negative; use 0 or more")
 
 
 class BatchLoader:
-    """Reads windows of several sources; `global_batch(index)` is the whole batch, the same on every rank."""
+    """Reads windows of several sources; `global_batch(index)` is the whole batch, the same on every rank.
+
+    A source of weight 0 is as if it were not there. Raises UserError when a source has no whole window.
+    """
 
     def __init__(self, sources: list[TokenSplit], weights: list[float], config: LoaderConfig):
+        sources = [source for source, weight in zip(sources, weights, strict=True) if weight > 0]
+        weights = [weight for weight in weights if weight > 0]
         self.sources, self.config = sources, config
         self.order: WindowOrder = make_order(config.order, sources, weights, config.seq_len, config.seed)
         self.eot_id = sources[0].meta.eot_id if config.document_masking else None
@@ -108,10 +125,11 @@ class BatchLoader:
 
     def read(self, index: int, rows: range, micro_batch_size: int) -> list[Batch]:
         windows = self.rows(index, rows)
-        return [
+        batches = [
             make_batch(windows[first : first + micro_batch_size], self.eot_id)
             for first in range(0, len(windows), micro_batch_size)
         ]
+        return [batch.pin_memory() for batch in batches] if self.config.pin_memory else batches
 
     def close(self) -> None:
         self.pool.shutdown(wait=True, cancel_futures=True)

@@ -13,7 +13,7 @@ from llm.token_files import TokenSplit
 
 Window = tuple[int, int, int]  # source, shard, start
 RANDOM, MIX, EPOCH = 0, 1, 2  # purposes
-MIX_BLOCK = 4096
+MIX_BLOCK = 4096  # samples; longer where there are more than 64 sources
 
 
 class WindowOrder(Protocol):
@@ -51,8 +51,8 @@ class RandomOrder:
 class EpochOrder:
     """Each source's windows in a fresh permutation every epoch; sources interleaved in blocks with fixed quotas.
 
-    Sample n (row r of batch i is n = i * num_sequences + r) lies in block n // MIX_BLOCK. Of the first k blocks a
-    source has had floor(k * MIX_BLOCK * weight) samples, the heaviest source what is left: a closed form.
+    Sample n (row r of batch i is n = i * num_sequences + r) lies in block n // block_size. Of the first k blocks a
+    source has had floor(k * block_size * weight) samples, the heaviest source what is left: a closed form.
     """
 
     def __init__(self, sources: list[TokenSplit], weights: list[float], seq_len: int, seed: int):
@@ -62,24 +62,26 @@ class EpochOrder:
         self.counts = [np.concatenate(([0], np.cumsum(count, dtype=np.int64))) for count in counts]
         self.weights, self.seq_len, self.seed = weights, seq_len, seed
         self.heaviest = int(np.argmax(weights))
+        # The heaviest source has at least 1/n of a block and makes up for at most n - 1 roundings: n^2 are enough.
+        self.block_size = max(MIX_BLOCK, len(sources) ** 2)
         self.mixed_block = lru_cache(maxsize=4)(self.mix)
         self.permutation = lru_cache(maxsize=2 * len(sources))(self.permute)
 
     def before(self, block: int) -> np.ndarray:
         """How many samples each source has had before this block."""
-        counts = np.floor(block * MIX_BLOCK * np.asarray(self.weights)).astype(np.int64)
+        counts = np.floor(block * self.block_size * np.asarray(self.weights)).astype(np.int64)
         counts[self.heaviest] = 0
-        counts[self.heaviest] = block * MIX_BLOCK - counts.sum()
+        counts[self.heaviest] = block * self.block_size - counts.sum()
         return counts
 
     def mix(self, block: int) -> tuple[np.ndarray, np.ndarray]:
         """For each sample of a block: its source, and its number among all samples of that source."""
         first = self.before(block)
         quotas = self.before(block + 1) - first
-        assert quotas.min() >= 0, f"a block of {MIX_BLOCK} is too short for {len(quotas)} sources"
+        assert quotas.min() >= 0, f"a block of {self.block_size} is too short for {len(quotas)} sources"
         chosen = np.repeat(np.arange(len(quotas)), quotas)
         generator(MIX, self.seed, block).shuffle(chosen)
-        numbers = np.empty(MIX_BLOCK, dtype=np.int64)
+        numbers = np.empty(self.block_size, dtype=np.int64)
         for source, quota in enumerate(quotas):
             numbers[chosen == source] = first[source] + np.arange(quota)
         return chosen, numbers
@@ -92,10 +94,11 @@ class EpochOrder:
         return [self.window(sample) for sample in range(first, first + num_sequences)]
 
     def window(self, sample: int) -> Window:
-        chosen, numbers = self.mixed_block(sample // MIX_BLOCK)
-        source, number = int(chosen[sample % MIX_BLOCK]), int(numbers[sample % MIX_BLOCK])
-        epoch, place = divmod(number, int(self.counts[source][-1]))
-        shard, window = locate(self.counts[source], int(self.permutation(source, epoch)[place]))
+        block, place = divmod(sample, self.block_size)
+        chosen, numbers = self.mixed_block(block)
+        source, number = int(chosen[place]), int(numbers[place])
+        epoch, turn = divmod(number, int(self.counts[source][-1]))
+        shard, window = locate(self.counts[source], int(self.permutation(source, epoch)[turn]))
         return source, shard, window * self.seq_len
 
 

@@ -12,10 +12,9 @@ from configs.errors import UserError
 from configs.loader import load_config
 from llm.args import ModelConfig
 from llm.bpe_tokenizer import Tokenizer
-from llm.checkpoint import find_checkpoint, load_checkpoint
+from llm.checkpoint import MODEL_PREFIX, copy_model_tensors, find_checkpoint, load_checkpoint
 from llm.transformer import Transformer
 
-PREFIX = "model/"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -48,22 +47,10 @@ def load_model(
 ) -> tuple[Transformer, Tokenizer, dict[str, Any]]:
     """The model in `dtype` on `device`, in evaluation mode, its tokenizer, and the checkpoint's state.
 
-    Raises UserError when the checkpoint is damaged or its tensors do not fit its config.
+    Only the model's tensors are read. Raises UserError when the checkpoint is damaged or does not fit its config.
     """
     path = Path(path)
-    tensors, state = load_checkpoint(path)
+    tensors, state = load_checkpoint(path, prefix=MODEL_PREFIX)
     model = Transformer(load_config(ModelConfig, state["config"]["model"]))
-    copy_weights(model, {n.removeprefix(PREFIX): t for n, t in tensors.items() if n.startswith(PREFIX)}, path)
+    copy_model_tensors(model, tensors)
     return model.to(device=device, dtype=dtype).eval(), Tokenizer.load(path), state
-
-
-@torch.no_grad()
-def copy_weights(model: Transformer, weights: dict[str, torch.Tensor], path: Path) -> None:
-    """Fill every parameter (tied ones once) from `weights`; UserError unless names and shapes are the same."""
-    parameters = dict(model.named_parameters())
-    wrong = sorted(parameters.keys() ^ weights.keys())
-    wrong = wrong or [name for name, parameter in parameters.items() if parameter.shape != weights[name].shape]
-    if wrong:
-        raise UserError(f"{path} does not fit its own config in {', '.join(wrong[:5])}; use another checkpoint")
-    for name, parameter in parameters.items():
-        parameter.copy_(weights[name])

@@ -67,6 +67,7 @@ def sgd_decay_step(group: dict[str, Any], state: dict[Tensor, dict[str, Tensor]]
         state[param]["step"] += 1
 
 
+STATE_KEYS = {"sgd": {"step"}, "adamw": {"step", "exp_avg", "exp_avg_sq"}, "muon": {"momentum_buffer"}}
 ALGORITHMS: dict[str, Callable[[dict[str, Any], dict[Tensor, dict[str, Tensor]]], None]] = {
     "sgd": sgd_decay_step,
     "adamw": adamw_step,

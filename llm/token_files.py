@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from configs.errors import UserError
-from configs.run_dir import read_json, write_json_atomic
+from configs.run_dir import is_plain_file_name, read_json, write_json_atomic
 
 FORMAT = "mew-tokens-1"
 META_FILE = "meta.json"
@@ -72,20 +72,33 @@ def read_meta(directory: str | Path) -> TokenMeta:
     try:
         shards = [ShardMeta(**shard) for shard in fields.pop("shards")]
         meta = TokenMeta(shards=shards, **fields)
-        numbers = [meta.vocab_size, meta.eot_id, *(n for s in shards for n in (s.tokens, s.documents, s.utf8_bytes))]
-        if not all(type(number) is int and number >= 0 for number in numbers):
-            raise TypeError("a count is not a whole number")
+        check_types(meta)
     except (KeyError, TypeError) as error:
         raise UserError(f"{path} lacks or misspells a field ({error}); {REMAKE}") from error
     for name in (name for shard in shards for name in (shard.file, shard.offsets_file)):
-        if not isinstance(name, str) or Path(name).name != name:  # untrusted: it must not lead out of the directory
+        if not is_plain_file_name(name):
             raise UserError(f"{path} names the file {name!r}, which must be a plain file name; {REMAKE}")
+    if meta.eot_id >= meta.vocab_size:
+        raise UserError(f"{path}: eot_id={meta.eot_id} must be below vocab_size={meta.vocab_size}; {REMAKE}")
     if meta.dtype != token_dtype(meta.vocab_size).name:
         raise UserError(
             f"{path}: dtype={meta.dtype} must be {token_dtype(meta.vocab_size).name} "
             f"for vocab_size={meta.vocab_size}; {REMAKE}"
         )
     return meta
+
+
+def check_types(meta: TokenMeta) -> None:
+    """Raise TypeError for a field whose value cannot be meant."""
+    shards = meta.shards
+    numbers = [meta.vocab_size, meta.eot_id, *(n for s in shards for n in (s.tokens, s.documents, s.utf8_bytes))]
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise TypeError("a count is not a whole number")
+    if not isinstance(meta.tokenizer_sha256, str):
+        raise TypeError(f"tokenizer_sha256={meta.tokenizer_sha256!r} is no text")
+    unknown = [shard.split for shard in shards if shard.split not in SPLITS]
+    if unknown:
+        raise TypeError(f"split={unknown[0]!r} is none of {', '.join(SPLITS)}")
 
 
 def check_tokenizer(directory: str | Path, meta: TokenMeta, expected_sha256: str) -> None:
@@ -104,8 +117,12 @@ def open_shard(directory: str | Path, shard: ShardMeta, meta: TokenMeta) -> np.n
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError as error:
         raise UserError(f"{path} is named in {META_FILE} but does not exist; {REMAKE}") from error
-    except (ValueError, EOFError) as error:
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error}); check the disk and its permissions, or {REMAKE}") from error
+    except Exception as error:  # numpy parses the header as Python text, so a broken one raises almost anything
         raise UserError(f"{path} is no whole .npy file with a numpy header ({error}); {REMAKE}") from error
+    if not isinstance(tokens, np.memmap):
+        raise UserError(f"{path} is an archive of arrays, it must be one .npy array; {REMAKE}")
     if tokens.dtype != np.dtype(meta.dtype) or tokens.ndim != 1:
         raise UserError(f"{path} holds {tokens.dtype} of {tokens.ndim} dims, it must be flat {meta.dtype}; {REMAKE}")
     if len(tokens) != shard.tokens:
@@ -148,7 +165,8 @@ class TokenSplit:
         if not sum(counts):
             raise UserError(
                 f"{self.directory}: no shard is as long as one window of seq_len + 1 = {seq_len + 1} tokens "
-                f"(the longest has {max(len(shard) for shard in self.shards)}); lower data.seq_len or add text"
+                f"(the longest has {max(len(shard) for shard in self.shards)}); "
+                f"lower data.seq_len, add text, or give it the weight 0"
             )
         return np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
 

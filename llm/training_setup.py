@@ -132,7 +132,7 @@ def set_up(config: TrainConfig, mesh: Mesh) -> Trainer:
     config.grad_accum_steps(mesh.world_size)
     tokenizer = Tokenizer.load(config.data.tokenizer)
     config = resolve(config, tokenizer, mesh)
-    loader, validation = open_data(config, tokenizer)
+    loader, validation = open_data(config, tokenizer, mesh)
     model = build_model(config, mesh)
     optimizer = build_optimizer(model.named_parameters(), config.optimizer)
     forward_loss = make_forward_loss(model, CrossEntropyLoss(z_loss=config.z_loss), config.compile)
@@ -164,12 +164,17 @@ def resolve(config: TrainConfig, tokenizer: Tokenizer, mesh: Mesh) -> TrainConfi
     return replace(config, dtype=dtype, model=model)
 
 
-def open_data(config: TrainConfig, tokenizer: Tokenizer) -> tuple[BatchLoader, ValidationSet]:
+def open_data(config: TrainConfig, tokenizer: Tokenizer, mesh: Mesh) -> tuple[BatchLoader, ValidationSet]:
     """The training batches and the validation windows."""
     data = config.data
     sources = open_sources(data.tokens, "train", tokenizer.sha256)
     settings = LoaderConfig(
-        data.seq_len, config.global_batch_tokens // data.seq_len, config.seed, data.order, data.document_masking
+        seq_len=data.seq_len,
+        num_sequences=config.global_batch_tokens // data.seq_len,
+        seed=config.seed,
+        order=data.order,
+        document_masking=data.document_masking,
+        pin_memory=mesh.device.type == "cuda",
     )
     loader = BatchLoader(list(sources.values()), source_weights(sources, data.weights), settings)
     validation_sources = list(open_sources(data.tokens, "val", tokenizer.sha256).values())

@@ -103,6 +103,56 @@ def test_the_mixture_of_an_epoch_has_no_gap(tokens):
         assert len(numbers) == pytest.approx(3 * MIX_BLOCK * weight, abs=1)
 
 
+@pytest.mark.parametrize("num_sources", [1, 70, 150])
+def test_many_sources_of_equal_weight_still_mix(tokens, num_sources):
+    source = TokenSplit(tokens / "a", "train")
+    order = EpochOrder([source] * num_sources, [1 / num_sources] * num_sources, 10, seed=0)
+    counts = np.zeros(num_sources)
+    for block in range(20):
+        counts += np.bincount(order.mix(block)[0], minlength=num_sources)
+    # Each but the heaviest has had its share rounded down; that one has what is left.
+    share = 20 * order.block_size / num_sources
+    assert counts.sum() == 20 * order.block_size and np.all(np.abs(counts[1:] - share) <= 1)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_source_of_weight_0_may_be_too_short(tokens, order):
+    write_source(tokens / "c", {"train": [numbered(5)]}, vocab_size=1000)
+    with pytest.raises(UserError, match="give it the weight 0"):
+        make_loader(tokens, order=order)
+    batch = make_loader(tokens, weights={"a": 0.0, "b": 1.0, "c": 0.0}, order=order).global_batch(0)
+    assert batch.token_ids.min() > 400
+
+
+def test_a_negative_seed_is_refused(tokens):
+    with pytest.raises(UserError, match="seed=-1"):
+        make_loader(tokens, seed=-1)
+
+
+def test_a_fault_of_reading_ahead_reaches_the_caller(tokens):
+    loader = make_loader(tokens)
+    loader.micro_batches(0, range(8), 8)
+    loader.next[1].result()
+    loader.sources = []
+    loader.micro_batches(1, range(8), 8)  # was read before the fault
+    with pytest.raises(IndexError):
+        loader.micro_batches(2, range(8), 8)
+    loader.close()
+
+
+@pytest.mark.gpu
+def test_pinned_batches_reach_the_gpu_unchanged(tokens):
+    plain, pinned = (
+        make_loader(tokens, document_masking=True),
+        make_loader(tokens, document_masking=True, pin_memory=True),
+    )
+    expected, found = (loader.micro_batches(0, range(8), 8)[0] for loader in (plain, pinned))
+    assert found.token_ids.is_pinned() and not expected.token_ids.is_pinned()
+    on_gpu = found.to(torch.device("cuda"))
+    for name in ("token_ids", "targets", "doc_ids", "token_positions"):
+        assert torch.equal(getattr(on_gpu, name).cpu(), getattr(expected, name))
+
+
 def test_documents_begin_at_their_end_of_text_token():
     window = np.array([[5, 6, 0, 7, 8, 0, 0, 9]])
     batch = make_batch(window, eot_id=0)

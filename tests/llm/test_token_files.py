@@ -1,6 +1,7 @@
 """Every way in which a token directory can be wrong is refused with one line; a right one is read as written."""
 
 import json
+import random
 
 import numpy as np
 import pytest
@@ -94,7 +95,28 @@ def test_a_missing_split_is_refused(tmp_path):
         TokenSplit(source, "val")
 
 
-@pytest.mark.parametrize("name", ["../secret.npy", "/etc/passwd", "a/b.npy"])
+def test_no_broken_header_escapes_as_a_traceback(source):
+    path = source / "train_00000.npy"
+    good, rng = path.read_bytes(), random.Random(0)
+    for _ in range(500):
+        broken = bytearray(good)
+        for _ in range(3):
+            broken[rng.randrange(128)] = rng.randrange(256)  # the header
+        path.write_bytes(broken)
+        try:
+            assert TokenSplit(source, "train").num_tokens == 70
+        except UserError as error:
+            assert "train_00000.npy" in str(error)
+
+
+def test_an_archive_is_refused(source):
+    with open(source / "train_00000.npy", "wb") as file:
+        np.savez(file, np.arange(50, dtype=np.uint16))
+    with pytest.raises(UserError, match=r"one \.npy array"):
+        TokenSplit(source, "train")
+
+
+@pytest.mark.parametrize("name", ["../secret.npy", "/etc/passwd", "a/b.npy", "..", ""])
 def test_a_file_name_that_leaves_the_directory_is_refused(source, name):
     edit_shard(source, file=name)
     with pytest.raises(UserError, match="plain file name"):
@@ -102,11 +124,25 @@ def test_a_file_name_that_leaves_the_directory_is_refused(source, name):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"format": "other"}, {"dtype": "uint32"}, {"vocab_size": "100"}, {"shards": [{"file": "x"}]}]
+    "changes",
+    [
+        {"format": "other"},
+        {"dtype": "uint32"},
+        {"vocab_size": "100"},
+        {"eot_id": 100},
+        {"tokenizer_sha256": 5},
+        {"shards": [{"file": "x"}]},
+    ],
 )
 def test_a_broken_meta_is_refused(source, changes):
     edit_meta(source, **changes)
     with pytest.raises(UserError, match=r"meta\.json"):
+        read_meta(source)
+
+
+def test_an_unknown_split_is_refused(source):
+    edit_shard(source, split="test")
+    with pytest.raises(UserError, match="split='test'"):
         read_meta(source)
 
 
