@@ -1,7 +1,7 @@
 """Tile shapes of the attention kernels, tried side by side and then timed one by one.
 
-Each variant first runs once in a process of its own (compiled, checked against PyTorch's kernel, killed when it hangs or
-is wrong), many at a time; only those that passed are timed, here, from Triton's cache on disk.
+Each variant first runs once in a process of its own (compiled, checked against PyTorch's kernel, killed when it hangs
+or is wrong), many at a time; only those that passed are timed, here, from Triton's cache on disk.
 
     python3 -m bench_mark.bench_mark_flash_attention_sweep --out sweep.json --workers 14
 """
