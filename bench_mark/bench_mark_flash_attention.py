@@ -1,7 +1,7 @@
 """Attention on a GPU: predicted, measured, ratio and bound beside cuDNN, PyTorch's flash kernel and FlexAttention.
 
 All in one run, bf16, causal: forward and backward of the shapes in bench_mark_flash_attention_cases, packed documents
-against one document, and the errors against float64 as multiples of those of PyTorch's own kernel. The last line is JSON.
+against one document, and the errors against float64 as multiples of those of PyTorch's kernel. The last line is JSON.
 
     python3 -m bench_mark.bench_mark_flash_attention --out flash_attention.json
 """
