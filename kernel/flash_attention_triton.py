@@ -1,9 +1,9 @@
 """FlashAttention in Triton, forward and backward, as one differentiable operator (Dao, arXiv:2307.08691).
 
-flash_attention(q, k, v, mask) -> (out, lse): nothing of size T x S is kept, keys and values are not repeated for grouped
-heads, lse has a gradient of its own so that partial results can be merged. On Hopper the forward is the warp-specialised
-kernel of flash_attention_triton_gluon; elsewhere the plain one. Registered through torch.library: torch.compile sees one
-node. Without a GPU it runs under Triton's interpreter (TRITON_INTERPRET=1), which is how CI tests it.
+flash_attention(q, k, v, mask) -> (out, lse): nothing of size T x S is kept, keys and values are not repeated for
+grouped heads, lse has a gradient of its own so that partial results can be merged. On Hopper the forward is the
+warp-specialised kernel of flash_attention_triton_gluon; elsewhere the plain one. Registered through torch.library:
+torch.compile sees one node. Without a GPU it runs under Triton's interpreter (TRITON_INTERPRET=1), which is how CI tests it.
 """
 
 import math
@@ -25,7 +25,7 @@ class AttentionMask:
     """Which keys a query sees; `ranges` (built once a batch) wins over the fields it was built from.
 
     q_offset: position of the first query among the keys, S - T unless given. window: the last so many keys, its own
-    included. doc_ids (B, T): a document is a run of equal ids. cu_seqlens (documents + 1,) int32: packed q (1, N, H, D).
+    included. doc_ids (B, T): a document is a run of equal ids. cu_seqlens (documents + 1,) int32: packed (1, N, H, D).
     """
 
     causal: bool = True
@@ -79,7 +79,9 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float) 
     if not (q.device == k.device == v.device):
         raise UserError(f"devices {q.device}, {k.device}, {v.device} must be one; move q, k and v together")
     if not (q.is_cuda or type(run_kernel_kind()).__name__ == "InterpretedFunction"):
-        raise UserError("attention=triton needs a CUDA device; use attention=sdpa on CPU, or TRITON_INTERPRET=1 to test")
+        raise UserError(
+            "attention=triton needs a CUDA device; use attention=sdpa on CPU, or TRITON_INTERPRET=1 to test"
+        )
     if q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
         raise UserError("the last dimension of q, k and v must be contiguous; call .contiguous() first")
     if not scale > 0 or softcap < 0:

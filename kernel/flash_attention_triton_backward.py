@@ -1,8 +1,8 @@
-"""The backward kernels in Triton: delta, then dK and dV by key tile (with dQ added on the way or in a kernel of its own).
+"""The backward kernels in Triton: delta, then dK and dV by key tile (dQ added on the way or in its own kernel).
 
 With P = exp(S - lse) and the gradients dO of out and dL of lse:  dV = P^T dO,  dS = P * (dO V^T - delta),
 dK = scale dS^T Q,  dQ = scale dS K,  delta = rowsum(dO * O) - dL  (Dao, arXiv:2307.08691, with the term of lse added).
-The key kernel loops over the query heads of its group, so K and V are never repeated and no sum over heads is left over.
+The key kernel loops over the query heads of its group, so K and V are never repeated and no sum over heads is left.
 `FUSED` adds each tile's dQ to a float32 buffer (five matmuls instead of seven, but the order of the sums varies).
 """
 

@@ -1,7 +1,7 @@
 """The forward kernel in Triton: online softmax over key tiles, O(T) memory (Dao, FlashAttention-2, arXiv:2307.08691).
 
-Every mask of this project is an interval: query t sees the keys low(t) <= s < high(t), both rising with t. Then a tile of
-queries has three runs of key tiles: cut by low, seen whole, cut by high; only the first and last compare positions.
+Every mask of this project is an interval: query t sees the keys low(t) <= s < high(t), both rising with t. Then a tile
+of queries has three runs of key tiles: cut by low, seen whole, cut by high; only the first and last compare positions.
 Tiles come through TMA descriptors, which return zeros outside the tensor, so any T, S and head_dim are in bounds.
 Scores are kept in units of log2, so that the exponential is one exp2 and the scale is part of its multiply-add.
 """

@@ -1,7 +1,7 @@
 """The forward kernel for Hopper in Triton's Gluon layer, after FlashAttention-3 (Shah et al., arXiv:2407.08608).
 
-A block of threads holds one producer warp and two or three consumer warpgroups, each owner of 64 query rows. The producer
-keeps a ring of K and V tiles full through TMA; a consumer runs S_next = Q K^T on the tensor cores while it takes the
+A block of threads holds one producer warp and two or three consumer warpgroups, each owner of 64 query rows. The
+producer keeps a ring of K and V tiles full through TMA; a consumer runs S_next = Q K^T on the tensor cores while it takes the
 softmax of the tile before, and P V of one tile overlaps the row maxima of the next. Blocks are persistent: the producer
 loads the next tile of queries while the consumers still finish the last one. The maths is that of forward_kernel.
 """
@@ -71,7 +71,7 @@ def produce(
     GROUP: gl.constexpr, HEADS_PER_SWIZZLE: gl.constexpr, BOUNDS: gl.constexpr, CONSUMERS: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The producer warp: Q once a tile of queries, K and V through rings of STAGES tiles, from the last key backwards."""
+    """The producer warp: Q once a tile of queries, K and V through rings of STAGES tiles, last keys first."""
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     num_items = gl.cdiv(T, BLOCK_M) * num_heads
     step = 0
@@ -94,10 +94,14 @@ def produce(
                 key = begin + (count - 1 - i) * BLOCK_N
                 mbarrier.wait(k_empty.index(slot), phase ^ 1)
                 mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(k_desc, [batch, kv_head, key, 0], k_full.index(slot), k_tiles.index(slot))
+                tma.async_copy_global_to_shared(
+                    k_desc, [batch, kv_head, key, 0], k_full.index(slot), k_tiles.index(slot)
+                )
                 mbarrier.wait(v_empty.index(slot), phase ^ 1)
                 mbarrier.expect(v_full.index(slot), v_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(v_desc, [batch, kv_head, key, 0], v_full.index(slot), v_tiles.index(slot))
+                tma.async_copy_global_to_shared(
+                    v_desc, [batch, kv_head, key, 0], v_full.index(slot), v_tiles.index(slot)
+                )
                 step += 1
 
 
@@ -175,8 +179,10 @@ def consume(
             bounds_b = batch.to(gl.int64) * stride_bounds_b
             low, high = find_interval(low_ptr + bounds_b, high_ptr + bounds_b, rows, T, S, q_offset, BOUNDS)
             whole_end = find_interval(low_ptr + bounds_b, high_ptr + bounds_b, row0, T, S, q_offset, BOUNDS)[1]
-            whole_low = find_interval(low_ptr + bounds_b, high_ptr + bounds_b, row0 + ROWS - 1, T, S, q_offset, BOUNDS)[0]
-            # Counted from the last key tile: 0..cut are cut by `high`, cut..whole seen whole, whole..count cut by `low`.
+            whole_low = find_interval(low_ptr + bounds_b, high_ptr + bounds_b, row0 + ROWS - 1, T, S, q_offset, BOUNDS)[
+                0
+            ]
+            # From the last key tile: 0..cut are cut by `high`, cut..whole seen whole, whole..count cut by `low`.
             cut = gl.minimum(gl.maximum(count - gl.maximum(whole_end - begin, 0) // BLOCK_N, 1), count)
             whole = gl.minimum(gl.maximum(count - gl.cdiv(whole_low - begin, BLOCK_N), cut), count)
             acc = gl.zeros([ROWS, BLOCK_D], gl.float32, O_LAYOUT)
@@ -187,11 +193,15 @@ def consume(
                 slot = step % STAGES
                 mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
                 scores = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
-                scores = warpgroup_mma(q_tile, k_tiles.index(slot).permute((1, 0)), scores, use_acc=False, is_async=True)
+                scores = warpgroup_mma(
+                    q_tile, k_tiles.index(slot).permute((1, 0)), scores, use_acc=False, is_async=True
+                )
                 scores = warpgroup_mma_wait(0, deps=[scores])
                 mbarrier.arrive(k_empty.index(slot), count=1)
                 key = begin + (count - 1) * BLOCK_N
-                p, alpha, row_max, row_sum = fold_scores(scores, row_max, row_sum, key, low, high, qk_scale, True, S_LAYOUT)
+                p, _alpha, row_max, row_sum = fold_scores(
+                    scores, row_max, row_sum, key, low, high, qk_scale, True, S_LAYOUT
+                )
                 p16 = gl.convert_layout(p.to(k_tiles.dtype), P_LAYOUT, assert_trivial=True)
                 step += 1
                 acc, p16, row_max, row_sum, step = visit_tiles(
@@ -235,7 +245,8 @@ def finish_tile(acc, row_max, row_sum, out_desc, out_tile, lse_ptr, batch, head,
 
 @gluon.jit
 def forward_kernel_hopper(
-    q_desc, k_desc, v_desc, out_desc, lse_ptr, low_ptr, high_ptr, stride_bounds_b, T, S, H, num_heads, q_offset, qk_scale,
+    q_desc, k_desc, v_desc, out_desc, lse_ptr, low_ptr, high_ptr, stride_bounds_b,
+    T, S, H, num_heads, q_offset, qk_scale,
     GROUP: gl.constexpr, HEADS_PER_SWIZZLE: gl.constexpr, BOUNDS: gl.constexpr, CONSUMERS: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -265,34 +276,34 @@ def forward_kernel_hopper(
     if CONSUMERS == 2:
         gl.warp_specialize([
             (consume, (
-            out_desc, q_tiles, out_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, lse_ptr, low_ptr,
-            high_ptr, stride_bounds_b, T, S, H, num_heads, q_offset, qk_scale,
+            out_desc, q_tiles, out_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, lse_ptr,
+            low_ptr, high_ptr, stride_bounds_b, T, S, H, num_heads, q_offset, qk_scale,
             0, HEADS_PER_SWIZZLE, BOUNDS, CONSUMERS, BLOCK_N, BLOCK_D, STAGES)),
             (consume, (
-            out_desc, q_tiles, out_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, lse_ptr, low_ptr,
-            high_ptr, stride_bounds_b, T, S, H, num_heads, q_offset, qk_scale,
+            out_desc, q_tiles, out_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, lse_ptr,
+            low_ptr, high_ptr, stride_bounds_b, T, S, H, num_heads, q_offset, qk_scale,
             1, HEADS_PER_SWIZZLE, BOUNDS, CONSUMERS, BLOCK_N, BLOCK_D, STAGES)),
             (produce, (
-            q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, low_ptr,
-            high_ptr, stride_bounds_b, T, S, H, num_heads, q_offset,
+            q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+            low_ptr, high_ptr, stride_bounds_b, T, S, H, num_heads, q_offset,
             GROUP, HEADS_PER_SWIZZLE, BOUNDS, CONSUMERS, BLOCK_N, STAGES))
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (
-            out_desc, q_tiles, out_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, lse_ptr, low_ptr,
-            high_ptr, stride_bounds_b, T, S, H, num_heads, q_offset, qk_scale,
+            out_desc, q_tiles, out_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, lse_ptr,
+            low_ptr, high_ptr, stride_bounds_b, T, S, H, num_heads, q_offset, qk_scale,
             0, HEADS_PER_SWIZZLE, BOUNDS, CONSUMERS, BLOCK_N, BLOCK_D, STAGES)),
             (consume, (
-            out_desc, q_tiles, out_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, lse_ptr, low_ptr,
-            high_ptr, stride_bounds_b, T, S, H, num_heads, q_offset, qk_scale,
+            out_desc, q_tiles, out_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, lse_ptr,
+            low_ptr, high_ptr, stride_bounds_b, T, S, H, num_heads, q_offset, qk_scale,
             1, HEADS_PER_SWIZZLE, BOUNDS, CONSUMERS, BLOCK_N, BLOCK_D, STAGES)),
             (consume, (
-            out_desc, q_tiles, out_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, lse_ptr, low_ptr,
-            high_ptr, stride_bounds_b, T, S, H, num_heads, q_offset, qk_scale,
+            out_desc, q_tiles, out_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, lse_ptr,
+            low_ptr, high_ptr, stride_bounds_b, T, S, H, num_heads, q_offset, qk_scale,
             2, HEADS_PER_SWIZZLE, BOUNDS, CONSUMERS, BLOCK_N, BLOCK_D, STAGES)),
             (produce, (
-            q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, low_ptr,
-            high_ptr, stride_bounds_b, T, S, H, num_heads, q_offset,
+            q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+            low_ptr, high_ptr, stride_bounds_b, T, S, H, num_heads, q_offset,
             GROUP, HEADS_PER_SWIZZLE, BOUNDS, CONSUMERS, BLOCK_N, STAGES))
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip

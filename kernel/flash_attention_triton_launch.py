@@ -115,7 +115,8 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, results, call: Attention, co
     grid = (triton.cdiv(T, config.block_m) * B * H,)
     forward_kernel[grid](
         describe(q, config.block_m), describe(k, config.block_n), describe(v, config.block_n), out, lse, low, high,
-        out.stride(0), out.stride(1), out.stride(2), stride, T, S, H, D, call.q_offset, call.scale * LOG2E, call.softcap,
+        out.stride(0), out.stride(1), out.stride(2), stride,
+        T, S, H, D, call.q_offset, call.scale * LOG2E, call.softcap,
         GROUP=H // k.shape[2], HEADS_PER_SWIZZLE=config.heads, BOUNDS=call.bounds, SOFTCAP=call.softcap > 0,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=triton.next_power_of_2(D), PRECISION=precision(q),
         WARP_SPECIALIZE=False, num_warps=config.warps, num_stages=config.stages,
@@ -203,8 +204,8 @@ def launch_query(tensors, rows, dq: Tensor, call: Attention, config: TileConfig)
     low, high, stride = mask_tensors(call, False, delta)
     query_kernel[(B * H, triton.cdiv(T, config.block_m))](
         describe(q, config.block_m), describe(k, config.block_n), describe(v, config.block_n),
-        describe(dout, config.block_m), dq, lse2, delta, low, high, *dq.stride()[:3], stride, T, delta.shape[-1], S, H, D,
-        call.q_offset, call.scale * LOG2E, call.scale, call.softcap,
+        describe(dout, config.block_m), dq, lse2, delta, low, high, *dq.stride()[:3], stride,
+        T, delta.shape[-1], S, H, D, call.q_offset, call.scale * LOG2E, call.scale, call.softcap,
         GROUP=H // K, BOUNDS=call.bounds, SOFTCAP=call.softcap > 0, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         BLOCK_D=triton.next_power_of_2(D), PRECISION=precision(q), num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
