@@ -37,9 +37,9 @@ def forward_configs() -> list[TileConfig]:
     plain = [(128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 4, 3), (128, 64, 8, 3), (64, 128, 4, 2), (64, 64, 4, 3)]
     configs = [TileConfig(*tile) for tile in plain]
     for block_n, stages in ((128, 2), (64, 3), (64, 4)):
-        for consumers, registers in ((2, 240), (3, 160)):
-            for persistent in (True, False):
-                configs.append(TileConfig(64 * consumers, block_n, 4, stages, consumers, registers, persistent))
+        for persistent in (True, False):
+            configs.append(TileConfig(128, block_n, 4, stages, 2, 240, persistent))
+    configs.append(TileConfig(192, 128, 4, 2, 3, 160, True))  # spills at D128, hardly at D64
     configs.append(TileConfig(128, 128, 4, 2, 2, 240, True, heads=4))
     configs.append(TileConfig(128, 128, 4, 2, 2, 240, True, heads=64))
     return configs
