@@ -3,7 +3,7 @@
 flash_attention(q, k, v, mask) -> (out, lse): nothing of size T x S is kept, keys and values are not repeated for
 grouped heads, lse has a gradient of its own so that partial results can be merged. On Hopper the forward is the
 warp-specialised kernel of flash_attention_triton_gluon; elsewhere the plain one. Registered through torch.library:
-torch.compile sees one node. Without a GPU it runs under Triton's interpreter (TRITON_INTERPRET=1), which is how CI tests it.
+torch.compile sees one node. Without a GPU it runs under Triton's interpreter (TRITON_INTERPRET=1), as CI does.
 """
 
 import math

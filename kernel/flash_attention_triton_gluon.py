@@ -1,9 +1,9 @@
 """The forward kernel for Hopper in Triton's Gluon layer, after FlashAttention-3 (Shah et al., arXiv:2407.08608).
 
 A block of threads holds one producer warp and two or three consumer warpgroups, each owner of 64 query rows. The
-producer keeps a ring of K and V tiles full through TMA; a consumer runs S_next = Q K^T on the tensor cores while it takes the
-softmax of the tile before, and P V of one tile overlaps the row maxima of the next. Blocks are persistent: the producer
-loads the next tile of queries while the consumers still finish the last one. The maths is that of forward_kernel.
+producer keeps a ring of K and V tiles full through TMA; a consumer runs S = Q K^T of the next tile and P V of the last
+on the tensor cores together, and takes the softmax of the next while P V still runs. Blocks are persistent: the
+producer loads the next tile of queries while the consumers finish the last. The maths is that of forward_kernel.
 """
 
 from triton.experimental import gluon
