@@ -260,9 +260,11 @@ def optimizer_state(optimizer: Optimizer, tensors: dict[str, Tensor]) -> dict[nn
         if values and values.keys() != STATE_KEYS[algorithm]:
             wrong.append(f"{name} has {sorted(values)}, {algorithm} needs {sorted(STATE_KEYS[algorithm])}")
         wrong += [f"{name}/{k} is {list(v.shape)}" for k, v in values.items() if v.ndim and v.shape != parameter.shape]
-        # Scalars such as the step count live on the host, the rest beside the parameter.
+        # Scalars such as the step count live on the host, the rest beside the parameter. Copied, since a loaded tensor
+        # is a view of a mapped file, which `keep_last` will delete.
         if values:
-            state[parameter] = {k: v.to(parameter.device) if v.ndim else v.cpu() for k, v in values.items()}
+            places = {key: parameter.device if value.ndim else "cpu" for key, value in values.items()}
+            state[parameter] = {key: value.to(places[key], copy=True) for key, value in values.items()}
     wrong += [f"{name} is unexpected" for name in saved]
     if wrong:
         raise UserError(

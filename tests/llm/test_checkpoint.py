@@ -22,7 +22,7 @@ from llm.checkpoint import (
     save_checkpoint,
 )
 from llm.checkpoint_tensors import plan_files, read_tensors
-from llm.optimizer import OptimizerConfig, build_optimizer
+from llm.optimizer import STATE_KEYS, OptimizerConfig, build_optimizer
 
 TENSORS = {
     "model/a": torch.randn(5, 3, generator=torch.Generator().manual_seed(0)),
@@ -151,7 +151,8 @@ def test_the_newest_whole_checkpoint_is_found(tmp_path, harm, capsys):
     else:
         (newer / "manifest.json").write_text('["x"]' if harm == "manifest is text" else "{}")
     assert find_checkpoint(tmp_path) == older
-    assert "step_00000002 is damaged" in capsys.readouterr().err
+    warning = capsys.readouterr().err
+    assert "step_00000002 is damaged" in warning and (harm != "truncate" or "bytes, not" in warning)
     with pytest.raises(UserError, match="damaged"):
         load_checkpoint(newer)
     (older / "state.json").write_text("{}")
@@ -280,9 +281,11 @@ def test_a_checkpoint_of_another_shape_is_refused(tmp_path):
     optimizer = build_optimizer(model.named_parameters(), OptimizerConfig())
     good = {"model/weight": torch.zeros(3, 4), "model/bias": torch.zeros(3)}
     restore_model_and_optimizer(model, optimizer, good)
+    wider = {"model/bias": torch.zeros(4)} | {f"optimizer/bias/{k}": torch.zeros(4) for k in STATE_KEYS["adamw"]}
     adamw = {"optimizer/bias/step": torch.tensor(1.0), "optimizer/bias/exp_avg": torch.zeros(3)}
     for bad, message in (
         (good | {"model/weight": torch.zeros(4, 3)}, r"model/weight is \[4, 3\] instead of \[3, 4\]"),
+        (good | wider, "does not fit the model"),  # the cause is named, not its consequence
         (good | {"model/other": torch.zeros(1)}, "model/other is unexpected"),
         ({"model/weight": good["model/weight"]}, "model/bias is missing"),
         (good | {"optimizer/gone/exp_avg": torch.zeros(1)}, "gone is unexpected"),
