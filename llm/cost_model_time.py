@@ -6,6 +6,7 @@ operations while the device works, so a step takes the longer of the two; on a C
 the passes. Nothing here was timed on a model; what the list leaves out (allocator, data loading) is the gap.
 """
 
+import math
 from dataclasses import dataclass
 
 from llm.cost_model_counts import (
@@ -141,7 +142,10 @@ def matmul_time(work: Workload, rates: Rates) -> float:
     matrices = block_matrices(work.model) * work.model.num_layers + [output_matrix(work.model)]
     seconds = 0.0
     for matrix in matrices:
-        rate = interpolate(rates.matmul, min(matrix.inputs, matrix.outputs))
+        # A GPU works tile by tile, so a product runs like the square one of as many operations; a CPU's cache makes the
+        # smaller side count.
+        narrow, square = min(matrix.inputs, matrix.outputs), math.sqrt(matrix.inputs * matrix.outputs)
+        rate = interpolate(rates.matmul, narrow if work.device == "cpu" else square)
         seconds += 3 * work.tokens * matrix.flops_per_token / rate
         if work.device == "cpu":
             # The products timed find their operands in the cache; a model's come from memory and go back to it.
