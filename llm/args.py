@@ -10,7 +10,7 @@ from configs.errors import UserError, check_choice, check_positive
 from llm.optimizer import OptimizerConfig
 from llm.schedule import ScheduleConfig
 
-ATTENTION_BACKENDS = ("sdpa", "eager")
+ATTENTION_BACKENDS = ("sdpa", "eager", "mock", "triton")
 
 
 @dataclass

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from llm.args import ModelConfig, RopeScaling
 from llm.kv_cache import KVCache
 from llm.moe import MixtureOfExperts
-from llm.transformer_attention import BACKENDS
+from llm.transformer_attention import BACKENDS, prepare_mask
 from llm.transformer_context import BlockContext, make_context
 from llm.transformer_layers import Linear, SwiGlu, at_least_float32
 
@@ -176,6 +176,7 @@ class Transformer(nn.Module):
         """Ids (B, T), or hidden states on a later stage, -> the states (B, T, C) that `output` reads."""
         ctx = ctx if ctx is not None else make_context(x)
         ctx.rope = self.rope(ctx.token_positions)
+        prepare_mask(self.config.attention, ctx)
         if self.embedding is not None:
             x = self.embedding(x)  # (B, T, C)
         for block in self.blocks.values():

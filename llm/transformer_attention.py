@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from llm.transformer_context import BlockContext
+from llm.transformer_context import BlockContext, dense_mask
 from llm.transformer_layers import at_least_float32
 
 Attend = Callable[[Tensor, Tensor, Tensor, BlockContext], tuple[Tensor, Tensor | None]]
@@ -46,4 +46,36 @@ def sdpa_attend(q: Tensor, k: Tensor, v: Tensor, ctx: BlockContext) -> tuple[Ten
     return out.transpose(1, 2), None  # (B, T, H, D)
 
 
-BACKENDS: dict[str, Attend] = {"eager": eager_attend, "sdpa": sdpa_attend}
+def mock_attend(q: Tensor, k: Tensor, v: Tensor, ctx: BlockContext) -> tuple[Tensor, Tensor]:
+    """The tiles of the Triton kernels in plain PyTorch: to read and to compare with, not to be quick."""
+    from kernel.flash_attention_mock import flash_attention_mock
+
+    return flash_attention_mock(q, k, v, ranges=ctx.ranges, block=(64, 64))
+
+
+def triton_attend(q: Tensor, k: Tensor, v: Tensor, ctx: BlockContext) -> tuple[Tensor, Tensor]:
+    """Our Triton kernels, forward and backward: kv heads are mapped, not repeated, and no T x S tensor exists."""
+    from kernel.flash_attention_triton import AttentionMask, flash_attention
+
+    return flash_attention(q, k, v, AttentionMask(ranges=ctx.ranges))
+
+
+BACKENDS: dict[str, Attend] = {
+    "eager": eager_attend,
+    "sdpa": sdpa_attend,
+    "mock": mock_attend,
+    "triton": triton_attend,
+}
+KERNEL_BACKENDS = ("mock", "triton")  # they take the mask as key intervals, the others as a dense tensor
+
+
+def prepare_mask(backend: str, ctx: BlockContext) -> None:
+    """Put the context's mask into the backend's form, once for all blocks of a forward pass."""
+    if ctx.keys is None:
+        return
+    if backend in KERNEL_BACKENDS:
+        from kernel.flash_attention_ranges import ranges_from_keys
+
+        ctx.ranges = ranges_from_keys(ctx.keys[0].contiguous(), ctx.keys[1].contiguous(), ctx.keys[2])
+    else:
+        ctx.mask = dense_mask(ctx.keys)

@@ -1,6 +1,7 @@
 """What every block of one forward pass needs to know about its tokens, built once a batch."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +18,10 @@ class BlockContext:
     doc_ids: (B, T) int32 or None; a token attends only within its document.
     cu_seqlens, max_seqlen: (documents + 1,) int32 and an int, the same packing as varlen kernels take it, or None.
     cache: the keys and values of the tokens before, or None.
-    mask: (B or 1, 1, T, S) bool, True where a query may attend; None means plain causal with T = S.
-    rope: cos and sin, each (B or 1, T, 1, D) float32; the model fills them in.
+    keys: key_lo and key_hi, (B or 1, T) int32, and S: a query sees the keys key_lo <= j < key_hi, which says every mask
+        there is; None means plain causal with T = S.
+    mask, ranges: the same for dense backends, (B or 1, 1, T, S) bool, and for kernels; rope: cos and sin, each
+        (B or 1, T, 1, D) float32. The model fills these in for its backend, once for all blocks.
     """
 
     token_positions: Tensor
@@ -26,15 +29,25 @@ class BlockContext:
     cu_seqlens: Tensor | None = None
     max_seqlen: int | None = None
     cache: KVCache | None = None
+    keys: tuple[Tensor, Tensor, int] | None = None
     mask: Tensor | None = None
+    ranges: Any = None  # kernel.flash_attention_ranges.KeyRanges
     rope: tuple[Tensor, Tensor] | None = None
 
 
-def document_mask(doc_ids: Tensor) -> Tensor:
-    """(B, T) document ids to a causal mask (B, 1, T, T) that keeps documents apart."""
-    num_tokens = doc_ids.shape[1]
-    causal = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=doc_ids.device).tril()
-    return ((doc_ids[:, :, None] == doc_ids[:, None, :]) & causal)[:, None]  # (B, 1, T, T)
+def document_starts(doc_ids: Tensor) -> Tensor:
+    """(B, T) document ids, a document being a run of equal ones -> (B, T) int32, where each token's document begins."""
+    columns = torch.arange(doc_ids.shape[1], device=doc_ids.device, dtype=torch.int32)
+    begins = torch.ones_like(doc_ids, dtype=torch.bool)
+    begins[:, 1:] = doc_ids[:, 1:] != doc_ids[:, :-1]
+    return torch.where(begins, columns, 0).cummax(dim=1).values
+
+
+def dense_mask(keys: tuple[Tensor, Tensor, int]) -> Tensor:
+    """The intervals of a context's `keys` as a mask (B or 1, 1, T, S), True where a query may attend."""
+    key_lo, key_hi, num_keys = keys
+    columns = torch.arange(num_keys, device=key_lo.device)  # (S,)
+    return ((columns >= key_lo[..., None]) & (columns < key_hi[..., None]))[:, None]
 
 
 def make_context(
@@ -54,11 +67,12 @@ def make_context(
         token_positions = torch.arange(num_tokens, device=token_ids.device)[None]  # (1, T)
         if cache is not None and cache.length > 0:
             token_positions = cache.positions[:, None] + token_positions  # (B, T)
-    mask = None
+    keys = None
     if doc_ids is not None:
         assert cache is None, "documents are packed in training, a cache is for generation"
-        mask = document_mask(doc_ids)
+        columns = torch.arange(num_tokens, device=token_ids.device, dtype=torch.int32)
+        keys = (document_starts(doc_ids), (columns + 1).expand(doc_ids.shape), num_tokens)
     elif cache is not None and cache.length > 0:
-        slots = torch.arange(cache.length + num_tokens, device=token_ids.device)  # (S,)
-        mask = (slots <= token_positions[:, :, None])[:, None]  # (B or 1, 1, T, S)
-    return BlockContext(token_positions, doc_ids=doc_ids, cache=cache, mask=mask)
+        key_hi = token_positions.int() + 1
+        keys = (torch.zeros_like(key_hi), key_hi, cache.length + num_tokens)
+    return BlockContext(token_positions, doc_ids=doc_ids, cache=cache, keys=keys)

@@ -16,6 +16,7 @@ from llm.optimizer import OptimizerConfig, build_optimizer
 from llm.sampling import SamplingConfig
 from llm.training import train
 from llm.transformer import Transformer
+from llm.transformer_context import make_context
 from llm.transformer_init import initialise
 from tests.conftest import ROOT
 from tests.tolerances import FP32_FORWARD, FP32_GRADIENT
@@ -53,10 +54,10 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return ((actual.cpu() - expected.cpu()).norm() / expected.cpu().norm().clamp_min(1e-30)).item()
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@pytest.mark.parametrize("backend", ["sdpa", "eager", "triton"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_gradients_and_ten_steps_match_the_cpu(variant, backend):
-    models = [make(variant, device, attention=backend) for device in ("cpu", "cuda")]
+    models = [make(variant, "cpu"), make(variant, "cuda", attention=backend)]
     loss = CrossEntropyLoss(z_loss=1e-4)
     optimizers = [build_optimizer(model.named_parameters(), OptimizerConfig()) for model in models]
     for step in range(10):
@@ -92,6 +93,16 @@ def test_greedy_tokens_match_the_cpu_and_recomputation(variant):
             ids.append(token)
 
 
+@pytest.mark.parametrize("backend", ["sdpa", "triton"])
+def test_packed_documents_match_the_cpu(backend):
+    doc_ids = torch.repeat_interleave(torch.arange(5), torch.tensor([7, 40, 1, 50, 30]))[None].expand(4, -1)
+    logits = []
+    for device, attention in (("cpu", "sdpa"), ("cuda", backend)):
+        model, (token_ids, _) = make("plain", device, attention=attention), batch(device)
+        logits.append(model(token_ids, make_context(token_ids, doc_ids=doc_ids.to(device))))
+    assert relative_error(logits[1], logits[0]) < 10 * FP32_FORWARD
+
+
 @pytest.mark.parametrize("mode", ["none", "block", "model"])
 def test_training_on_the_gpu_learns_resumes_and_predicts_memory(tiny_corpus, tmp_path, mode):
     overrides = [*tiny_corpus.overrides(tmp_path), "device=cuda", f"compile={mode}", "checkpoint.every_steps=3"]
@@ -106,7 +117,8 @@ def test_training_on_the_gpu_learns_resumes_and_predicts_memory(tiny_corpus, tmp
     assert again == pytest.approx(losses, rel=1e-3) and losses[6] < losses[1]
 
 
-def test_compiled_training_equals_eager(tiny_corpus, tmp_path):
+@pytest.mark.parametrize("backend", ["sdpa", "triton"])
+def test_compiled_training_equals_eager(tiny_corpus, tmp_path, backend):
     losses = {}
     for mode in ("none", "block", "model"):
         overrides = [
@@ -115,6 +127,9 @@ def test_compiled_training_equals_eager(tiny_corpus, tmp_path):
             f"compile={mode}",
             f"name={mode}",
             "dtype=float32",
+            "model.head_dim=32",
+            f"model.attention={backend}",
+            "data.document_masking=true",
         ]
         train(compose_config(TrainConfig, "training", overrides))
         lines = read_jsonl(tmp_path / mode / "metrics.jsonl")

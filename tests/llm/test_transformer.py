@@ -106,7 +106,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return ((actual - expected).norm() / expected.norm().clamp_min(1e-30)).item()
 
 
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("backend", ["eager", "sdpa", "mock"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_gradients_match_transformers(family, backend):
     model, reference = random_pair(family, backend)
@@ -152,7 +152,7 @@ def test_rope_keeps_its_angles_when_the_model_is_cast():
     assert torch.equal(before[0], after[0]) and torch.equal(before[1], after[1])
 
 
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("backend", ["eager", "sdpa", "mock"])
 def test_packed_documents_match_documents_alone(backend):
     model = Transformer(ModelConfig(**SMALL, num_kv_heads=2, attention=backend)).double()
     initialise(model, seed=0)
@@ -166,7 +166,7 @@ def test_packed_documents_match_documents_alone(backend):
     assert relative_error(model(token_ids)[0], alone) > 1e-3, "documents must matter, or the test shows nothing"
 
 
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("backend", ["eager", "sdpa", "mock"])
 def test_attention_matches_its_equation(backend):
     generator = torch.Generator().manual_seed(4)
     q = torch.randn(2, 6, 4, 8, dtype=torch.float64, generator=generator)
