@@ -11,6 +11,7 @@ import json
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from torch.nn.attention import SDPBackend
 from bench_mark.bench_mark_flash_attention_cases import (
     CASES,
     Case,
+    document_ids,
+    document_lengths,
     exact_attention,
     flex,
     heads_first,
@@ -36,7 +39,7 @@ from kernel.cost_model import Peaks, attention_backward, attention_forward, docu
 from kernel.flash_attention_ranges import document_ranges
 from kernel.flash_attention_triton import AttentionMask, flash_attention
 
-PACKED = Case("packed 32 documents", 1, 16384, 16, 16, 128)
+*CAUSAL_CASES, PACKED = CASES
 PASSES = ("forward", "backward")
 
 
@@ -84,19 +87,9 @@ def measure_case(case: Case, peaks: Peaks) -> dict[str, Any]:
     }
 
 
-def document_lengths(total: int, count: int, seed: int = 0) -> list[int]:
-    """`count` lengths that sum to `total`, log-normal: most documents short, a few long."""
-    generator = torch.Generator().manual_seed(seed)
-    weights = torch.randn(count, generator=generator).exp()
-    lengths = (weights / weights.sum() * (total - count)).int() + 1
-    lengths[-1] += total - lengths.sum()
-    return lengths.tolist()
-
-
 def measure_packed() -> dict[str, Any]:
     """TFLOP/s inside 32 documents of mixed length, over that of one document of as many tokens."""
-    lengths = document_lengths(PACKED.T, 32)
-    doc_ids = torch.repeat_interleave(torch.arange(32), torch.tensor(lengths)).cuda()
+    lengths, doc_ids = document_lengths(PACKED.T), document_ids(PACKED.T)
     tensors = make_inputs(PACKED)
     mask = AttentionMask(ranges=document_ranges(doc_ids[None]))
     found = {
@@ -136,6 +129,32 @@ def measure_errors(case: Case, dtype: torch.dtype, factor: float) -> dict[str, f
     return {name: mine[name] / theirs[name] if theirs[name] else math.nan for name in mine}
 
 
+def host_us(call: Callable[[], Any]) -> float:
+    """Microseconds a call, queued one after another: what the host needs where the device has little to do."""
+    for repeats in (10, 200):  # the first ten warm up
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(repeats):
+            call()
+    return (time.perf_counter() - started) / 200 * 1e6
+
+
+def measure_host() -> dict[str, float]:
+    """The host's time for a forward, and for a forward with its backward, of a tiny shape: ours and cuDNN's."""
+    case = Case("host", 1, 128, 2, 2, 64)
+    found = {}
+    for name, attend in {"mew": ours(), "cudnn": peers(case)["cudnn"]()}.items():
+        tensors = make_inputs(case)
+        q, k, v, dout = tensors if name == "mew" else heads_first(tensors)
+        found[f"{name} forward"] = host_us(partial(attend, q, k, v))
+        found[f"{name} both"] = host_us(partial(forward_and_backward, attend, q, k, v, dout))
+    return found
+
+
+def forward_and_backward(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
+    torch.autograd.grad(attend(q, k, v), (q, k, v), dout)
+
+
 def print_case(row: dict[str, Any]) -> None:
     for name in PASSES:
         predicted = row["predicted"][name]
@@ -169,7 +188,7 @@ def measure_all_errors() -> dict[str, dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="where the JSON goes, besides the last line")
-    parser.add_argument("--cases", type=int, default=len(CASES), help="how many of the shapes")
+    parser.add_argument("--cases", type=int, default=len(CAUSAL_CASES), help="how many of the shapes")
     arguments = parser.parse_args()
     torch.manual_seed(int(time.time()))  # fresh inputs in every run
     print(f"{torch.cuda.get_device_name()} · bf16 · torch {torch.__version__} · triton {triton.__version__}")
@@ -179,15 +198,17 @@ def main() -> None:
     document["errors"] = timed("errors over those of PyTorch's flash kernel (at most 1.5)", measure_all_errors)
     for name, row in document["errors"].items():
         print(f"{name:16}", {key: f"{value:.2f}" for key, value in row.items()})
-    print(f"{'case':20} {'pass':9} {'pred ms':>8} {'meas ms':>8} {'ratio':>6} bound   TFLOP/s")
-    document["cases"] = []
-    for case in CASES[: arguments.cases]:
-        row = timed(case.name, lambda case=case: measure_case(case, peaks))
-        document["cases"].append(row)
-        print_case(row)
+    document["host_us"] = timed("host, microseconds a call", measure_host)
+    print({key: f"{value:.0f}" for key, value in document["host_us"].items()})
     document["packed"] = timed("packed documents", measure_packed)
     for name, row in document["packed"]["rates"].items():
         print(f"{name:16}", row.get("error") or {key: f"{value['tflops']:.0f}" for key, value in row.items()})
+    print(f"{'case':20} {'pass':9} {'pred ms':>8} {'meas ms':>8} {'ratio':>6} bound   TFLOP/s")
+    document["cases"] = []
+    for case in CAUSAL_CASES[: arguments.cases]:
+        row = timed(case.name, lambda case=case: measure_case(case, peaks))
+        document["cases"].append(row)
+        print_case(row)
     if arguments.out:
         arguments.out.write_text(json.dumps(document, indent=1), encoding="utf-8")
     print(json.dumps(document))

@@ -42,6 +42,7 @@ CASES = [
     Case("B16 H16 T1024 D64", 16, 1024, 16, 16, 64),
     Case("B4 H32/8 T4096 D64", 4, 4096, 32, 8, 64),
     Case("B4 H32/8 T4096 D128", 4, 4096, 32, 8, 128),
+    Case("packed 32 documents", 1, 16384, 16, 16, 128),
 ]
 
 
@@ -50,6 +51,21 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]
     sizes = [case.H, case.K, case.K, case.H]
     tensors = [torch.randn(case.B, case.T, heads, case.D, device="cuda", dtype=dtype) for heads in sizes]
     return [x.requires_grad_() for x in tensors[:3]] + tensors[3:]
+
+
+def document_lengths(total: int, count: int = 32, seed: int = 0) -> list[int]:
+    """`count` lengths that sum to `total`, log-normal: most documents short, a few long."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.randn(count, generator=generator).exp()
+    lengths = (weights / weights.sum() * (total - count)).int() + 1
+    lengths[-1] += total - lengths.sum()
+    return lengths.tolist()
+
+
+def document_ids(total: int) -> Tensor:
+    """The document (T,) of each of `total` tokens, on the GPU."""
+    lengths = torch.tensor(document_lengths(total))
+    return torch.repeat_interleave(torch.arange(len(lengths)), lengths).cuda()
 
 
 def heads_first(tensors: list[Tensor]) -> list[Tensor]:
@@ -76,6 +92,7 @@ def flex(num_tokens: int, doc_ids: Tensor | None = None) -> Attend:
         return causal if doc_ids is None else causal & (doc_ids[query] == doc_ids[key])
 
     mask = create_block_mask(visible, None, None, num_tokens, num_tokens, device="cuda")
+    torch._dynamo.reset()  # else the shapes before this one count against its limit of recompilations
     compiled = torch.compile(flex_attention, dynamic=False)
     return lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 

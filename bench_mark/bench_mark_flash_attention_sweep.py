@@ -21,66 +21,99 @@ import torch
 from bench_mark.bench_mark_flash_attention_cases import (
     CASES,
     Case,
+    document_ids,
+    document_lengths,
     heads_first,
     make_inputs,
     peers,
     relative_error,
     time_ms,
 )
-from kernel.flash_attention_triton_launch import CAUSAL, Attention, TileConfig, run_backward, run_forward
+from kernel.cost_model import document_pairs
+from kernel.flash_attention_ranges import document_ranges
+from kernel.flash_attention_triton_launch import CAUSAL, RANGES, Attention, TileConfig, run_backward, run_forward
 
 PASSED = 2e-2  # far above bf16's own error (3e-3), far below that of any wrong tile
 MARK = "RESULT "
 
-
-def forward_configs() -> list[TileConfig]:
-    plain = [(128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 4, 3), (128, 64, 8, 3), (64, 128, 4, 2), (64, 64, 4, 3)]
-    configs = [TileConfig(*tile) for tile in plain]
-    for block_n, stages in ((128, 2), (64, 3), (64, 4)):
-        for persistent in (True, False):
-            configs.append(TileConfig(128, block_n, 4, stages, 2, 240, persistent))
-    configs.append(TileConfig(192, 128, 4, 2, 3, 160, True))  # spills at D128, hardly at D64
-    configs.append(TileConfig(128, 128, 4, 2, 2, 240, True, heads=4))
-    configs.append(TileConfig(128, 128, 4, 2, 2, 240, True, heads=64))
-    return configs
+CHECKED = TileConfig(64, 64, 4, 2)  # the tile that makes the inputs of a backward
 
 
-def backward_configs() -> list[TileConfig]:
-    tiles = [(64, 128, 8, 2), (64, 128, 8, 1), (64, 128, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2)]
-    tiles += [(32, 128, 8, 2), (32, 128, 4, 2), (64, 128, 4, 2), (128, 128, 8, 1), (128, 128, 8, 2), (128, 64, 4, 2)]
-    return [TileConfig(*tile) for tile in tiles]
+LONG_D128, LONG_D64, SHORT_D64, PACKED = 0, 1, 3, 6  # of CASES
+KEY = [(64, 128, 8, 3), (64, 128, 8, 4), (64, 64, 4, 3), (64, 64, 4, 4), (64, 64, 8, 3), (128, 128, 8, 2)]
+QUERY = [(64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 8, 2), (128, 64, 8, 3), (64, 128, 4, 2)]
+
+
+def tiles(shapes: list[tuple[int, ...]], *limits: int) -> list[TileConfig]:
+    """Plain tiles (block_m, block_n, warps, stages), each also under every limit of registers."""
+    return [TileConfig(*shape, max_registers=limit) for shape in shapes for limit in (None, *limits)]
+
+
+def hopper(*shapes: tuple[int, int], heads: int = 16, persistent: bool = False) -> list[TileConfig]:
+    """Two consumers of 64 rows, (block_n, stages)."""
+    return [TileConfig(128, n, 4, stages, 2, 240, persistent, heads) for n, stages in shapes]
+
+
+def plan() -> dict[tuple[int, str], list[TileConfig]]:
+    """The tiles to try by case and pass: neighbours of what won the sweep before."""
+    wide = hopper((128, 2), heads=64) + hopper((128, 2), heads=4)
+    short = [(64, 128, 4, 2), (64, 128, 4, 3), (64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 4, 3), (128, 64, 8, 3)]
+    packed = [(64, 64, 4, 3), (64, 128, 4, 2), (64, 32, 4, 3), (128, 64, 8, 3)]
+    return {
+        (PACKED, "forward"): tiles(packed) + hopper((128, 2), (64, 3)),
+        (PACKED, "backward"): tiles([(64, 64, 4, 3), (64, 64, 4, 2), (64, 128, 8, 3), (32, 64, 4, 3)]),
+        (LONG_D128, "forward"): hopper((128, 2)) + wide + tiles([(64, 64, 4, 3)]),
+        (LONG_D64, "forward"): tiles([(64, 128, 4, 2), (64, 128, 4, 3), (64, 64, 4, 4)], 168) + hopper((128, 3)),
+        (SHORT_D64, "forward"): tiles(short) + tiles([(64, 128, 4, 2)], 168) + hopper((128, 2), (128, 3)),
+        (LONG_D128, "backward"): tiles(KEY),
+        (LONG_D64, "backward"): tiles(KEY) + tiles([(64, 64, 4, 3), (32, 64, 4, 3)], 168),
+        (SHORT_D64, "backward"): tiles(KEY[:4]),
+        (LONG_D128, "deterministic key"): tiles(KEY),
+        (LONG_D64, "deterministic key"): tiles(KEY) + tiles([(64, 64, 4, 3)], 168),
+        (LONG_D128, "deterministic query"): tiles(QUERY),
+        (LONG_D64, "deterministic query"): tiles(QUERY) + tiles([(64, 64, 4, 3)], 168),
+    }
 
 
 def variants() -> list[dict[str, Any]]:
     """Every variant as plain values: the case's index, the pass, the tile."""
-    found = []
-    for index in (0, 1):
-        found += [{"case": index, "kind": "forward", "config": asdict(config)} for config in forward_configs()]
-        found += [{"case": index, "kind": "backward", "config": asdict(config)} for config in backward_configs()]
-    for config in (TileConfig(128, 64, 8, 2), TileConfig(64, 64, 4, 2), TileConfig(128, 128, 8, 1)):
-        found.append({"case": 0, "kind": "deterministic", "config": asdict(config)})
-    return found
+    return [
+        {"case": case, "kind": kind, "config": asdict(config)}
+        for (case, kind), configs in plan().items()
+        for config in dict.fromkeys(configs)
+    ]
 
 
-def make_call(variant: dict[str, Any], tensors: list[torch.Tensor]):
-    """A callable that runs the variant, and the reference it must agree with (a list of tensors)."""
+def make_mask(case: Case) -> dict[str, Any]:
+    """The fields of Attention for causal, or for causal inside documents."""
+    if case is not CASES[PACKED]:
+        return {"bounds": CAUSAL}
+    ranges = document_ranges(document_ids(case.T)[None])
+    return {"bounds": RANGES, "ranges": (ranges.key_lo, ranges.key_hi, ranges.query_lo, ranges.query_hi)}
+
+
+def make_call(variant: dict[str, Any], tensors: list[torch.Tensor], config: TileConfig | None = None):
+    """A callable that runs the variant, or its pass with another tile."""
     q, k, v, dout = (x.detach() for x in tensors)
-    config, kind = TileConfig(**variant["config"]), variant["kind"]
-    call = Attention(bounds=CAUSAL, scale=q.shape[-1] ** -0.5, deterministic=kind == "deterministic")
+    config, kind = config or TileConfig(**variant["config"]), variant["kind"]
+    mask = make_mask(CASES[variant["case"]])
+    call = Attention(scale=q.shape[-1] ** -0.5, deterministic=kind.startswith("deterministic"), **mask)
     if kind == "forward":
         return lambda: run_forward(q, k, v, call, config)
-    out, lse = run_forward(q, k, v, call, TileConfig(128, 64, 8, 2))
+    out, lse = run_forward(q, k, v, call, CHECKED)
     saved = [q, k, v, out, lse, dout, torch.zeros_like(lse)]
-    if kind == "deterministic":
+    if kind == "deterministic query":
         return lambda: run_backward(saved, call, query_config=config)
     return lambda: run_backward(saved, call, key_config=config)
 
 
-def reference(kind: str, case: Case, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """PyTorch's flash kernel: out, or dq, dk, dv, in our layout."""
+def reference(variant: dict[str, Any], case: Case, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """PyTorch's flash kernel: out, or dq, dk, dv, in our layout; for documents our tile that the tests check."""
+    if case is CASES[PACKED]:
+        return list(make_call(variant, tensors, CHECKED)())
     q, k, v, dout = heads_first(tensors)
     out = peers(case)["flash"]()(q, k, v)
-    results = [out] if kind == "forward" else torch.autograd.grad(out, (q, k, v), dout)
+    results = [out] if variant["kind"] == "forward" else torch.autograd.grad(out, (q, k, v), dout)
     return [x.detach().transpose(1, 2) for x in results]
 
 
@@ -89,7 +122,7 @@ def try_variant(variant: dict[str, Any]) -> dict[str, Any]:
     case = CASES[variant["case"]]
     tensors = make_inputs(case)
     results = make_call(variant, tensors)()
-    expected = reference(variant["kind"], case, tensors)
+    expected = reference(variant, case, tensors)
     errors = [relative_error(a, b) for a, b in zip(results, expected, strict=False)]
     return {"errors": errors, "passed": all(error < PASSED for error in errors)}
 
@@ -111,17 +144,20 @@ def time_variant(variant: dict[str, Any]) -> dict[str, Any]:
     """Milliseconds and TFLOP/s of a variant that passed."""
     case = CASES[variant["case"]]
     factor = 4.0 if variant["kind"] == "forward" else 10.0
-    ms = time_ms(make_call(variant, make_inputs(case)), rep_ms=60)
-    return {"ms": ms, "tflops": factor * case.B * case.H * case.pairs * case.D / ms * 1e-9}
+    ms = time_ms(make_call(variant, make_inputs(case)), rep_ms=50)
+    pairs = document_pairs(document_lengths(case.T)) if case is CASES[PACKED] else case.pairs
+    return {"ms": ms, "tflops": factor * case.B * case.H * pairs * case.D / ms * 1e-9}
 
 
 def describe(variant: dict[str, Any]) -> str:
     config = variant["config"]
     tile = f"{config['block_m']}x{config['block_n']} w{config['warps']} s{config['stages']}"
+    if config["max_registers"]:
+        tile += f" r{config['max_registers']}"
     if config["consumers"]:
         tile += f" hopper c{config['consumers']} r{config['registers']} persistent={config['persistent']:d}"
         tile += f" heads{config['heads']}"
-    return f"{CASES[variant['case']].name:18} {variant['kind']:13} {tile}"
+    return f"{CASES[variant['case']].name:19} {variant['kind']:19} {tile}"
 
 
 def sweep(workers: int, seconds: int, budget_s: float) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ A tensor (B, T, H, D) is described to TMA as (B, H, T, D) with blocks (1, 1, row
 needs 16-byte strides and a contiguous last dimension; a tensor without them is copied first.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -30,8 +30,9 @@ class TileConfig:
     stages: int = 2
     consumers: int = 0
     registers: int = 240
-    persistent: bool = True
+    persistent: bool = False
     heads: int = 16  # heads that run side by side, so that their keys stay in L2
+    max_registers: int | None = None  # of a thread of the plain kernels: fewer let more blocks share a processor
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def is_hopper(device_index: int | None) -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability(device_index)[0] == 9
 
 
-def default_config(kind: str, q: Tensor, softcap: float = 0.0) -> TileConfig:
+def default_config(kind: str, q: Tensor, call: Attention = Attention()) -> TileConfig:
     """The swept choice for `kind` in forward, key (dK, dV and dQ added) and query (dQ alone)."""
     block_d = triton.next_power_of_2(q.shape[-1])
     if not q.is_cuda:
@@ -59,12 +60,29 @@ def default_config(kind: str, q: Tensor, softcap: float = 0.0) -> TileConfig:
     if q.dtype == torch.float32:
         return TileConfig(32, 32, 4, 2) if block_d >= 128 else TileConfig(64, 32, 4, 2)
     if kind == "forward":
-        if is_hopper(q.device.index) and softcap == 0.0 and block_d in (64, 128):
-            return TileConfig(128, 128, consumers=2)
-        return TileConfig(128, 64 if block_d == 256 else 128, 8, 2)
+        return default_forward(q, call, block_d)
     if block_d == 256:
         return TileConfig(32, 64, 8, 1)
-    return TileConfig(64, 128, 8, 2) if kind == "key" else TileConfig(128, 64, 8, 2)
+    if call.softcap:  # tanh needs registers of its own
+        return TileConfig(64, 128, 8, 2) if kind == "key" else TileConfig(128, 64, 8, 2)
+    if block_d == 128 and kind == "key":
+        return TileConfig(64, 128, 8, 3)
+    return TileConfig(64, 64, 4, 2 if kind == "query" else 3)
+
+
+def default_forward(q: Tensor, call: Attention, block_d: int) -> TileConfig:
+    """Small tiles where the mask cuts many of them (documents), the Hopper kernel where the products dominate."""
+    if block_d == 256:
+        return TileConfig(128, 64, 8, 2)
+    if call.softcap:
+        return TileConfig(128, 128, 8, 2)
+    if block_d <= 64:
+        return TileConfig(64, 128, 4, 2)
+    if call.bounds == RANGES:
+        return TileConfig(64, 64, 4, 3)
+    if block_d == 128 and q.shape[1] > 64 and is_hopper(q.device.index):
+        return TileConfig(128, 128, 4, 2, consumers=2)
+    return TileConfig(128, 128, 8, 3)
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -98,7 +116,7 @@ def mask_tensors(call: Attention, dual: bool, placeholder: Tensor) -> tuple[Tens
 def run_forward(q: Tensor, k: Tensor, v: Tensor, call: Attention, config: TileConfig | None = None):
     """(out, lse) of q (B, T, H, D), k and v (B, S, K, D)."""
     q, k, v = aligned(q), aligned(k), aligned(v)
-    config = config or default_config("forward", q, call.softcap)
+    config = config or default_config("forward", q, call)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
     if config.consumers:
@@ -119,7 +137,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, results, call: Attention, co
         T, S, H, D, call.q_offset, call.scale * LOG2E, call.softcap,
         GROUP=H // k.shape[2], HEADS_PER_SWIZZLE=config.heads, BOUNDS=call.bounds, SOFTCAP=call.softcap > 0,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=triton.next_power_of_2(D), PRECISION=precision(q),
-        WARP_SPECIALIZE=False, num_warps=config.warps, num_stages=config.stages,
+        WARP_SPECIALIZE=False, num_warps=config.warps, num_stages=config.stages, maxnreg=config.max_registers,
     )  # fmt: skip
 
 
@@ -167,8 +185,8 @@ def run_backward(saved: list[Tensor], call: Attention, key_config=None, query_co
     """(dq, dk, dv) from [q, k, v, out, lse, dout, dlse]."""
     q, k, v, out, lse, dout, dlse = saved
     q, k, v, dout = aligned(q), aligned(k), aligned(v), aligned(dout)
-    key_config = key_config or default_config("key", q)
-    query_config = query_config or default_config("query", q)
+    key_config = key_config or default_config("key", q, call)
+    query_config = query_config or default_config("query", q, call)
     rows = run_delta(out, lse, dout, dlse.contiguous())
     dk, dv = torch.empty(k.shape, dtype=k.dtype, device=k.device), torch.empty(k.shape, dtype=k.dtype, device=k.device)
     tensors = (q, k, v, dout)
@@ -179,7 +197,8 @@ def run_backward(saved: list[Tensor], call: Attention, key_config=None, query_co
         return dq, dk, dv
     sums = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     launch_key(tensors, rows, (sums, dk, dv), call, key_config)
-    return (sums.mul_(call.scale)).to(q.dtype), dk, dv
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    return torch.mul(sums, call.scale, out=dq), dk, dv
 
 
 def launch_key(tensors, rows, results, call: Attention, config: TileConfig) -> None:
@@ -194,7 +213,7 @@ def launch_key(tensors, rows, results, call: Attention, config: TileConfig) -> N
         call.scale, call.softcap,
         GROUP=H // K, BOUNDS=call.bounds, SOFTCAP=call.softcap > 0, FUSED=fused,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=triton.next_power_of_2(D), PRECISION=precision(q),
-        num_warps=config.warps, num_stages=config.stages,
+        num_warps=config.warps, num_stages=config.stages, maxnreg=config.max_registers,
     )  # fmt: skip
 
 
@@ -208,9 +227,5 @@ def launch_query(tensors, rows, dq: Tensor, call: Attention, config: TileConfig)
         T, delta.shape[-1], S, H, D, call.q_offset, call.scale * LOG2E, call.scale, call.softcap,
         GROUP=H // K, BOUNDS=call.bounds, SOFTCAP=call.softcap > 0, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         BLOCK_D=triton.next_power_of_2(D), PRECISION=precision(q), num_warps=config.warps, num_stages=config.stages,
+        maxnreg=config.max_registers,
     )  # fmt: skip
-
-
-def with_tiles(config: TileConfig, **changes) -> TileConfig:
-    """A neighbour of `config`, for sweeps."""
-    return replace(config, **changes)
