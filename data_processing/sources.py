@@ -5,6 +5,7 @@ says what it read in `identity`, so that an unfinished corpus is never continued
 """
 
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ class SourceConfig:
     path: str = ""  # text, jsonl: file, directory or glob; hf: dataset name or local directory
     errors: str = "strict"  # bytes that are not UTF-8: strict refuses, replace makes U+FFFD and counts
     separator: str = ""  # text: what stands between documents in one file; "" is one document a file
+    cut_characters: int = 100_000  # text: a longer one is cut at blank lines into documents of about this; 0 never cuts
     text_key: str = "text"
     id_key: str = "id"
     source_name: str = ""  # the documents' `source`; "" keeps their own, or names the kind of source
@@ -52,7 +54,7 @@ class SourceConfig:
         check_choice("source", self.source, SOURCES)
         check_choice("errors", self.errors, ("strict", "replace"))
         check_positive(bytes_per_token=self.bytes_per_token)
-        for name in ("max_documents", "max_tokens"):
+        for name in ("max_documents", "max_tokens", "cut_characters"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name}={getattr(self, name)} is negative; use 0 for no limit")
         if self.source != "embedded" and not self.path:
@@ -84,7 +86,7 @@ def build_source(config: SourceConfig) -> Source:
     if config.source == "jsonl":
         return JsonlSource(expand_paths(config.path, DOCUMENT_SUFFIXES), config.errors, names)
     files = expand_paths(config.path, TEXT_SUFFIXES)
-    return TextSource(files, config.errors, config.separator, config.source_name or "text")
+    return TextSource(files, config.errors, config.separator, config.cut_characters, config.source_name or "text")
 
 
 def limit_documents(documents: Iterator[Document], config: SourceConfig) -> Iterator[Document]:
@@ -115,13 +117,30 @@ def relative_names(files: list[Path]) -> list[str]:
     return [name.encode("utf-8", errors="backslashreplace").decode("utf-8") for name in names]
 
 
+BLANK_LINE = re.compile(r"\r?\n[ \t\r]*\n")
+
+
+def cut_text(text: str, limit: int) -> list[str]:
+    """`text` cut at the first blank line after each `limit` characters (0: not at all)."""
+    parts, start = [], 0
+    while limit and len(text) - start > limit and (gap := BLANK_LINE.search(text, start + limit)):
+        parts.append(text[start : gap.start()])
+        start = gap.end()
+    rest = text[start:]
+    return [*parts, rest] if rest.strip() or not parts else parts
+
+
 @dataclass
 class TextSource:
-    """Plain text files, one document a file or, with a separator, one a piece; decoded piece by piece."""
+    """Plain text files, one document a file or, with a separator, one a piece; decoded piece by piece.
+
+    A book is cut into documents, so that some of it can be held out for validation.
+    """
 
     files: list[Path]
     errors: Errors
     separator: str
+    cut_characters: int
     source_name: str
     counts: Counter = field(default_factory=Counter)
 
@@ -130,14 +149,18 @@ class TextSource:
         return plain_bytes(self.files)
 
     def identity(self) -> dict[str, Any]:
-        return describe_files(self.files) | {"separator": self.separator}
+        return describe_files(self.files) | {"separator": self.separator, "cut_characters": self.cut_characters}
 
     def documents(self) -> Iterator[Document]:
         for path, name in zip(self.files, relative_names(self.files), strict=True):
             title = Path(name).name.split(".")[0]
             for index, (line, piece) in enumerate(self._pieces(path)):
                 text = decode_utf8(piece, path, line, self.errors, self.counts)
-                yield Document(f"{name}#{index}" if self.separator else name, self.source_name, text, title=title)
+                piece_id = f"{name}#{index}" if self.separator else name
+                parts = cut_text(text, self.cut_characters)
+                for number, part in enumerate(parts):
+                    part_id = f"{piece_id}#part{number}" if len(parts) > 1 else piece_id
+                    yield Document(part_id, self.source_name, part, title=title)
 
     def _pieces(self, path: Path) -> Iterator[tuple[int, bytes]]:
         """(line number of its start, bytes) of each piece; UTF-8 lets a file be cut at bytes of the separator."""

@@ -176,8 +176,19 @@ def test_settings_that_make_no_sense_are_refused(bad, problem):
 
 def test_real_text_comes_through_byte_for_byte(shared_data):
     for path in sorted((shared_data / "text").rglob("*.txt")):
-        (document,) = read(source="text", path=str(path))
+        (document,) = read(source="text", path=str(path), cut_characters=0)
         assert document.text.encode("utf-8") == path.read_bytes().removeprefix(b"\xef\xbb\xbf")
     problems = read(source="jsonl", path=str(shared_data / "gsm8k"), text_key="question")
     assert len(problems) == 7473 + 1319 and len({d.id for d in problems}) == len(problems)
     assert sum(1 for _ in read_documents([])) == 0
+
+
+def test_a_book_is_cut_at_blank_lines_and_nothing_is_lost(tmp_path):
+    paragraphs = [f"paragraph {number} " + "word " * 30 for number in range(100)]
+    (tmp_path / "book.txt").write_text("\r\n\r\n".join(paragraphs), newline="")
+    documents = read(source="text", path=f"{tmp_path}/book.txt", cut_characters=1000)
+    assert len(documents) > 10 and len({document.id for document in documents}) == len(documents)
+    assert "\r\n\r\n".join(document.text for document in documents) == "\r\n\r\n".join(paragraphs)
+    assert all(1000 <= len(document.text) < 1000 + 200 for document in documents[:-1])
+    (whole,) = read(source="text", path=f"{tmp_path}/book.txt", cut_characters=0)
+    assert whole.id == "book.txt" and whole.text.startswith("paragraph 0")
