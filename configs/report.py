@@ -35,8 +35,11 @@ class RunFiles:
 
     @property
     def validation(self) -> dict[str, Any]:
-        """The last validation of training; an evaluation run by hand where there was none."""
-        return self.report.get("validation") or self.evaluation
+        """The last validation of training, or an evaluation run by hand of as late a checkpoint."""
+        validation = self.report.get("validation") or {}
+        evaluated_step = str(self.evaluation.get("checkpoint", "")).removeprefix("step_")
+        is_newer = evaluated_step.isdecimal() and int(evaluated_step) >= validation.get("step", 0)
+        return self.evaluation if is_newer or not validation else validation
 
     @property
     def loss_by_position(self) -> list[dict[str, Any]]:

@@ -137,3 +137,13 @@ def test_the_command_rebuilds_the_page_and_refuses_what_is_no_run(run, tmp_path)
     assert done.returncode == 0 and (run.path / "report.html").exists(), done.stderr
     refused = subprocess.run([*command, str(tmp_path / "none")], cwd=ROOT, capture_output=True, text=True)
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "error: " in refused.stderr
+
+
+def test_an_evaluation_of_a_later_step_is_the_runs_validation(run):
+    report = json.loads((run.path / "report.json").read_text())
+    report["validation"]["step"] = 10
+    run.write_json("report.json", report)
+    assert read_run(run.path).validation["loss"] == 6.25
+    for checkpoint, loss in (("step_00000009", 6.25), ("step_00000020", 5.5)):
+        run.write_json("evaluation.json", {"checkpoint": checkpoint, "loss": 5.5, "bits_per_byte": 2.0})
+        assert read_run(run.path).validation["loss"] == loss
