@@ -1,7 +1,6 @@
 """What a benchmark prints and stores: where it ran, a table, and one JSON document as the last line."""
 
 import json
-import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -10,20 +9,10 @@ import torch
 
 from configs.report_numbers import format_quantity
 from configs.run_dir import write_json_atomic
+from configs.version import git_commit
 from llm.hardware import Hardware
 
-ROOT = Path(__file__).resolve().parents[1]
 COLUMNS = f"{'model':10} {'variant':24} {'quantity':12} {'predicted':>12} {'measured':>12} {'ratio':>6}  bound"
-
-
-def git_commit() -> str:
-    """The checkout's commit, or "unknown" outside one."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (FileNotFoundError, subprocess.TimeoutExpired):
-        return "unknown"
-    return done.stdout.strip() or "unknown"
 
 
 def facts(hardware: Hardware, dtype: str) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from omegaconf import OmegaConf
 from configs.errors import UserError, check_positive
 from configs.loader import load_config
 from configs.run_dir import write_json_atomic
+from configs.version import git_commit
 from data_processing.document import read_documents, write_documents
 from data_processing.sources_embedded import EmbeddedSource
 
@@ -76,14 +77,13 @@ def describe_machine() -> dict[str, Any]:
     """Processor, cores, versions, commit."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     return {
         "processor": models[0] if models else platform.processor(),
         "cores": os.cpu_count(),
         "load_average": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         **{package: version(package) for package in PACKAGES},
-        "commit": commit.stdout.strip(),
+        "commit": git_commit(),
     }
 
 

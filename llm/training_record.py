@@ -3,11 +3,9 @@
 The prediction is written before step 1; measurements join it as they come, each with its ratio.
 """
 
-import subprocess
 import time
 from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,21 +13,10 @@ import torch
 from configs.loader import config_to_yaml
 from configs.report import write_report
 from configs.run_dir import RunDir, read_jsonl
+from configs.version import git_commit
 from llm.args import TrainConfig
 from llm.evaluation import Evaluation
 from llm.metrics import Tracker, comparison_rows
-
-ROOT = Path(__file__).resolve().parents[1]
-
-
-def git_commit() -> str:
-    """The checkout's commit, with "+" when files differ from it; "unknown" outside a checkout."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (FileNotFoundError, subprocess.TimeoutExpired):
-        return "unknown"
-    return done.stdout.strip() or "unknown"
 
 
 class Record:
