@@ -2,8 +2,9 @@
 
 flash_attention(q, k, v, mask) -> (out, lse): nothing of size T x S is kept, keys and values are not repeated for
 grouped heads, lse has a gradient of its own so that partial results can be merged. On Hopper the forward is the
-warp-specialised kernel of flash_attention_triton_gluon; elsewhere the plain one. Registered through torch.library:
-torch.compile sees one node. Without a GPU it runs under Triton's interpreter (TRITON_INTERPRET=1), as CI does.
+warp-specialised kernel of flash_attention_triton_gluon; elsewhere the plain one. Eager calls go through a plain
+autograd.Function; torch.compile sees one node of torch.library, whose Python layers cost an eager call 300 us.
+Without a GPU it runs under Triton's interpreter (TRITON_INTERPRET=1), as CI does.
 """
 
 import math
@@ -11,6 +12,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
+from torch.autograd.function import once_differentiable
+from torch.nn import Parameter
 
 from configs.errors import UserError
 from kernel.flash_attention_ranges import KeyRanges, cu_seqlens_ranges, document_ranges, offset_ranges
@@ -56,9 +60,18 @@ def flash_attention(
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     check_inputs(q, k, v, scale, softcap)
     ranges, bounds, q_offset = resolve_mask(mask, q, k)
-    integers = [bounds, q_offset, int(deterministic)]
-    out, lse = flash_attention_forward(q, k, v, ranges, integers, [scale, softcap])
+    if is_traced(q):
+        integers = [bounds, q_offset, int(deterministic)]
+        out, lse = flash_attention_forward(q, k, v, ranges, integers, [scale, softcap])
+    else:
+        call = Attention(tuple(ranges), bounds, q_offset, scale, softcap, deterministic or None)
+        out, lse = EagerAttention.apply(q, k, v, call)
     return (out[0] if packed else out), lse
+
+
+def is_traced(q: Tensor) -> bool:
+    """Whether somebody must see an operator: torch.compile, a subclass (FakeTensor), or a mode of dispatch."""
+    return torch.compiler.is_compiling() or type(q) not in (Tensor, Parameter) or _len_torch_dispatch_stack() > 0
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float) -> None:
@@ -114,6 +127,25 @@ def resolve_mask(mask: AttentionMask, q: Tensor, k: Tensor) -> tuple[list[Tensor
     return [ranges.key_lo, ranges.key_hi, ranges.query_lo, ranges.query_hi], RANGES, 0
 
 
+class EagerAttention(torch.autograd.Function):
+    """The kernels without the dispatcher's Python layers, which cost the host more than the launches do."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, call):
+        out, lse = run_forward(q, k, v, call)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.call = call  # its ranges are integers, no part of the graph
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, dlse):
+        q, k, v, out, lse = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
+        return *run_backward([q, k, v, out, lse, dout, dlse], ctx.call), None
+
+
 @torch.library.custom_op("mew::flash_attention_forward", mutates_args=())
 def flash_attention_forward(
     q: Tensor, k: Tensor, v: Tensor, ranges: list[Tensor], integers: list[int], floats: list[float]
@@ -131,7 +163,7 @@ def flash_attention_backward(
 
 
 def make_call(ranges: list[Tensor], integers: list[int], floats: list[float]) -> Attention:
-    return Attention(tuple(ranges), integers[0], integers[1], floats[0], floats[1], bool(integers[2]))
+    return Attention(tuple(ranges), integers[0], integers[1], floats[0], floats[1], bool(integers[2]) or None)
 
 
 @flash_attention_forward.register_fake

@@ -16,7 +16,7 @@ from kernel.flash_attention_triton_forward import LOG2E, query_interval, soften_
 def delta_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, lse2_ptr,
     stride_out_b, stride_out_t, stride_out_h, stride_dout_b, stride_dout_t, stride_dout_h, T, T_PADDED, H, D,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_DLSE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """delta and lse in log2 units, both padded to whole tiles; +inf as the lse of a row without keys gives it P = 0."""
     batch_head = tl.program_id(1).to(tl.int64)
@@ -30,9 +30,11 @@ def delta_kernel(
     out = tl.load(out_ptr + rows64 * stride_out_t + dims[None, :], mask=mask, other=0.0).to(tl.float32)
     dout = tl.load(dout_ptr + rows64 * stride_dout_t + dims[None, :], mask=mask, other=0.0).to(tl.float32)
     lse = tl.load(lse_ptr + batch_head * T + rows, mask=rows < T, other=float("-inf"))
-    dlse = tl.load(dlse_ptr + batch_head * T + rows, mask=rows < T, other=0.0)
+    delta = tl.sum(out * dout, 1)
+    if HAS_DLSE:
+        delta -= tl.load(dlse_ptr + batch_head * T + rows, mask=rows < T, other=0.0)
     empty = lse == float("-inf")
-    delta = tl.where(empty, 0.0, tl.sum(out * dout, 1) - dlse)
+    delta = tl.where(empty, 0.0, delta)
     tl.store(delta_ptr + batch_head * T_PADDED + rows, delta, mask=rows < T_PADDED)
     tl.store(lse2_ptr + batch_head * T_PADDED + rows, tl.where(empty, float("inf"), lse * LOG2E), mask=rows < T_PADDED)
 
