@@ -103,6 +103,47 @@ def test_packed_layout_and_operator_registration():
     torch.library.opcheck(flash_attention_forward, (*inputs, [], [1, 0, 1], [0.2, 0.0]), test_utils=tests)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU grid covers it")
+@pytest.mark.parametrize("used", [(True, False), (False, True), (True, True)], ids=["out", "lse", "both"])
+def test_eager_calls_match_float64_whichever_result_has_a_gradient(used):
+    torch.manual_seed(0)
+    *tensors, dout, dlse = random_inputs((1, 40, 40), (2, 1), 32, torch.float32)
+    tensors = [x.requires_grad_() for x in tensors]
+
+    def gradients(results, inputs):
+        chosen = [(x, grad) for x, grad, use in zip(results, (dout, dlse), used, strict=True) if use]
+        loss = sum((x * grad.to(x.dtype)).sum() for x, grad in chosen)
+        return torch.autograd.grad(loss, inputs, allow_unused=True)
+
+    precise = [x.detach().double().requires_grad_() for x in tensors]
+    exact = gradients(dense_attention(*precise, causal_mask(40, 40, 0)), precise)
+    for x, reference in zip(gradients(flash_attention(*tensors), tensors), exact, strict=True):
+        if reference is None:
+            assert (x == 0).all()  # dv of lse
+        else:
+            assert relative_error(x, reference) < FP32_GRADIENT
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU grid covers it")
+def test_operator_and_eager_call_agree_and_fake_tensors_go_through_the_operator():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from kernel.flash_attention_triton import flash_attention_forward
+
+    torch.manual_seed(0)
+    inputs = random_inputs((1, 40, 40), (2, 1), 32, torch.float32)
+    eager = outputs_and_gradients(lambda q, k, v: flash_attention(q, k, v, scale=0.3), *inputs)
+    operator = outputs_and_gradients(
+        lambda q, k, v: flash_attention_forward(q, k, v, [], [1, 0, 0], [0.3, 0.0]), *inputs
+    )
+    for x, y in zip(eager, operator, strict=True):
+        assert torch.allclose(x, y, atol=1e-5)  # the order of dQ's sums may differ
+    with FakeTensorMode():
+        fakes = [torch.empty(1, 40, heads, 32) for heads in (2, 1, 1)]
+        out, lse = flash_attention(*fakes)
+    assert out.shape == (1, 40, 2, 32) and lse.shape == (1, 2, 40)
+
+
 def bad_inputs():
     q, k = torch.randn(1, 8, 4, 32), torch.randn(1, 8, 2, 32)
     yield "head_dim=48", (torch.randn(1, 8, 4, 48),) * 3
