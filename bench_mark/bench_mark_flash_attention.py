@@ -168,6 +168,16 @@ def print_case(row: dict[str, Any]) -> None:
         print(f"{head} {predicted['ms']:8.3f} {mine[name]['ms']:8.3f} {ratio:6.2f} {predicted['bound']:7}", rest)
 
 
+def describe_machine() -> dict[str, str]:
+    """Device, versions and day of a run."""
+    return {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
 def timed(title: str, call: Callable[[], Any]) -> Any:
     started = time.monotonic()
     result = call()
@@ -194,23 +204,27 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()} · bf16 · torch {torch.__version__} · triton {triton.__version__}")
     peaks = timed("peaks", measured_peaks)
     print(f"matmul {peaks.matmul_flops * 1e-12:.0f} TFLOP/s, copy {peaks.memory_bytes * 1e-12:.2f} TB/s")
-    document: dict[str, Any] = {"torch": torch.__version__, "triton": triton.__version__, "peaks": vars(peaks)}
-    document["errors"] = timed("errors over those of PyTorch's flash kernel (at most 1.5)", measure_all_errors)
-    for name, row in document["errors"].items():
-        print(f"{name:16}", {key: f"{value:.2f}" for key, value in row.items()})
-    document["host_us"] = timed("host, microseconds a call", measure_host)
-    print({key: f"{value:.0f}" for key, value in document["host_us"].items()})
-    document["packed"] = timed("packed documents", measure_packed)
-    for name, row in document["packed"]["rates"].items():
+    document: dict[str, Any] = describe_machine() | {"peaks": vars(peaks)}
+
+    def keep(name: str, rows: Any) -> Any:
+        """Written after each part, so that a run cut short leaves what it has measured."""
+        document[name] = rows
+        if arguments.out:
+            arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        return rows
+
+    host = keep("host_us", timed("host, microseconds a call", measure_host))
+    print({key: f"{value:.0f}" for key, value in host.items()})
+    for name, row in keep("packed", timed("packed documents", measure_packed))["rates"].items():
         print(f"{name:16}", row.get("error") or {key: f"{value['tflops']:.0f}" for key, value in row.items()})
     print(f"{'case':20} {'pass':9} {'pred ms':>8} {'meas ms':>8} {'ratio':>6} bound   TFLOP/s")
-    document["cases"] = []
+    rows: list[dict[str, Any]] = []
     for case in CAUSAL_CASES[: arguments.cases]:
-        row = timed(case.name, lambda case=case: measure_case(case, peaks))
-        document["cases"].append(row)
-        print_case(row)
-    if arguments.out:
-        arguments.out.write_text(json.dumps(document, indent=1), encoding="utf-8")
+        rows.append(timed(case.name, lambda case=case: measure_case(case, peaks)))
+        keep("cases", rows)
+        print_case(rows[-1])
+    for name, row in keep("errors", timed("errors over those of PyTorch's flash kernel", measure_all_errors)).items():
+        print(f"{name:16}", {key: f"{value:.2f}" for key, value in row.items()}, "(at most 1.5)")
     print(json.dumps(document))
 
 
