@@ -24,6 +24,7 @@ from llm.checkpoint import (
 )
 from llm.data_loader import Batch, BatchLoader, LoaderConfig, ValidationSet, open_sources, source_weights
 from llm.hardware import Hardware, detect_hardware
+from llm.hardware_allocator import keep_freed_memory
 from llm.loss import CrossEntropyLoss
 from llm.metrics import Throughput
 from llm.optimizer import MixedOptimizer, build_optimizer
@@ -128,6 +129,8 @@ class Trainer:
 
 def set_up(config: TrainConfig, mesh: Mesh) -> Trainer:
     """Build every part of a run and restore its newest checkpoint; UserError for whatever does not fit."""
+    if mesh.device.type == "cpu":
+        keep_freed_memory()  # before the calibration, which then sees the allocator that the run will have
     config.parallel.check(mesh.world_size)
     config.grad_accum_steps(mesh.world_size)
     tokenizer = Tokenizer.load(config.data.tokenizer)
