@@ -200,6 +200,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="where the JSON goes, besides the last line")
     parser.add_argument("--cases", type=int, default=len(CAUSAL_CASES), help="how many of the shapes")
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this benchmark needs a CUDA GPU and none was found; run it on one")
     torch.manual_seed(int(time.time()))  # fresh inputs in every run
     print(f"{torch.cuda.get_device_name()} · bf16 · torch {torch.__version__} · triton {triton.__version__}")
     peaks = timed("peaks", measured_peaks)

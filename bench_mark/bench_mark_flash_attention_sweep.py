@@ -181,6 +181,8 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=300.0, help="seconds after which nothing more is timed")
     parser.add_argument("--out", type=Path, help="JSON of all rows")
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this benchmark needs a CUDA GPU and none was found; run it on one")
     if arguments.attempt:
         print(MARK + json.dumps(try_variant(json.loads(arguments.attempt))))
         return

@@ -23,14 +23,14 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from configs.errors import UserError, check_positive
+from configs.errors import UserError, check_positive, missing_extra
 from configs.loader import load_config
 from configs.run_dir import write_json_atomic
 from configs.version import git_commit
@@ -73,6 +73,14 @@ def run_child(task: str, engine: str, corpus: Path, directory: Path, config: Tok
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
+def installed_version(package: str) -> str:
+    """A peer's version; UserError with the install command when it is not there."""
+    try:
+        return version(package)
+    except PackageNotFoundError as error:
+        raise missing_extra(package, "bench") from error
+
+
 def describe_machine() -> dict[str, Any]:
     """Processor, cores, versions, commit."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
@@ -82,7 +90,7 @@ def describe_machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "load_average": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
-        **{package: version(package) for package in PACKAGES},
+        **{package: installed_version(package) for package in PACKAGES},
         "commit": git_commit(),
     }
 
