@@ -7,7 +7,7 @@ WORKERS ?= 2
 NAME ?= quickstart
 CORPUS ?= source=embedded
 
-# Threads that sleep while they wait, not spin: with another process on the cores, steps are twice as quick (docs/LOG.md).
+# Threads that sleep while they wait, not spin: under heavy load steps were twice as quick, else no slower (docs/LOG.md).
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: help quickstart test test-gpu check install clean
