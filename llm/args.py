@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from configs.errors import UserError, check_choice, check_positive
 from llm.optimizer import OptimizerConfig
 from llm.schedule import ScheduleConfig
+from parallel.mesh_degrees import Degrees
 
 ATTENTION_BACKENDS = ("sdpa", "eager", "mock", "triton")
 
@@ -122,17 +123,45 @@ class DataConfig:
 
 @dataclass
 class ParallelConfig:
-    """Degrees of each kind of parallelism; today data parallel, whose degree is the world size."""
+    """Degrees of each kind of parallelism, and how gradients, optimizer and parameters lie over the data ranks.
 
-    dp: int | None = None  # null: the world size
-    timeout_s: float = 600.0
+    zero: 0 keeps everything on every rank (DDP), 1 shards the optimizer's state, 2 gradients too, 3 parameters too.
+    """
+
+    dp: int | None = None  # ranks that see different data; null: what the other axes leave of the world
+    dp_shard: int | None = None  # of them, ranks that share one copy of what zero shards; null: all, or 1 at zero=0
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1  # folds over dp x cp
+    zero: int = 0
+    ddp_mode: str = "bucketed"  # or "naive": one all-reduce a parameter after backward
+    bucket_mb: float = 25.0  # of gradients in one reduction
+    first_bucket_mb: float = 1.0  # small, so that the first reduction starts early
+    reduce_dtype: str | None = None  # of gradients on the wire: float32 or bfloat16; null: the gradients' own
+    force: bool = False  # run hooks, buckets and collectives on a single rank too, to measure them
+    timeout_s: float = 600.0  # a collective that takes longer ends the run with the ranks that are missing
+
+    def __post_init__(self) -> None:
+        check_positive(**{f"parallel.{name}": getattr(self, name) for name in ("bucket_mb", "first_bucket_mb")})
+        check_positive(**{"parallel.timeout_s": self.timeout_s})
+        check_choice("parallel.ddp_mode", self.ddp_mode, ("bucketed", "naive"))
+        if self.zero not in (0, 1, 2, 3):
+            raise UserError(f"parallel.zero={self.zero} must be 0, 1, 2 or 3")
+        if self.reduce_dtype is not None:
+            check_choice("parallel.reduce_dtype", self.reduce_dtype, ("float32", "bfloat16"))
+        if self.zero == 0 and self.dp_shard not in (None, 1):
+            raise UserError(
+                f"parallel.dp_shard={self.dp_shard} needs something to shard; set parallel.zero to 1, 2 or 3"
+            )
+
+    def degrees(self) -> Degrees:
+        """The mesh's degrees; dp may still be null, which the mesh fills in from the world size."""
+        dp_shard = 1 if self.zero == 0 else self.dp_shard
+        return Degrees(self.dp, dp_shard, cp=self.cp, tp=self.tp, pp=self.pp, ep=self.ep)
 
     def check(self, world_size: int) -> None:
-        if self.dp is not None and self.dp != world_size:
-            raise UserError(
-                f"parallel.dp={self.dp} must equal the world size {world_size}; "
-                f"start torchrun with --nproc-per-node={self.dp} or leave parallel.dp null"
-            )
+        self.degrees().resolve(world_size)
 
 
 @dataclass

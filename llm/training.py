@@ -27,7 +27,8 @@ from parallel.mesh import close_mesh, init_mesh
 
 def train(config: TrainConfig) -> dict[str, Any]:
     """Run training to max_steps, or to a stop signal or max_time_s; returns what stands in report.json."""
-    mesh = init_mesh(config.device, config.parallel.timeout_s)
+    parallel = config.parallel
+    mesh = init_mesh(config.device, parallel.timeout_s, parallel.degrees(), parallel.force)
     try:
         with StopSignals() as signals:
             trainer = set_up(config, mesh)

@@ -1,7 +1,10 @@
 """What was sent: every collective, summed per operation, axis and dtype until the step drains it into comm.jsonl.
 
-Bytes are the payload of one rank (elements times element size), from shapes alone. Seconds on a GPU come from CUDA
-events around the call, read only when the step is drained, so that logging never waits for the device.
+Bytes are those of the whole tensor that is reduced, scattered, gathered or exchanged, on one rank and from shapes
+alone: for reduce-scatter its input, for all-gather its result. A ring then moves (P - 1) / P of them through a rank,
+twice for an all-reduce. Seconds run from the call to the end of the transfer, waiting for slow peers included; exposed
+seconds are those in which nothing else could run. On a GPU both come from CUDA events, read only when the step is
+drained, so that logging never waits for the device.
 """
 
 import time
@@ -12,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+Events = tuple[torch.cuda.Event, torch.cuda.Event]
 
 
 @dataclass
@@ -25,39 +30,84 @@ class CommRecord:
     calls: int = 0
     bytes: int = 0
     seconds: float = 0.0
-    events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    exposed_seconds: float = 0.0
+    events: list[Events] = field(default_factory=list)
+    exposed_events: list[Events] = field(default_factory=list)
 
     def as_line(self, step: int) -> dict[str, Any]:
-        for start, end in self.events:
-            end.synchronize()
-            self.seconds += start.elapsed_time(end) / 1e3
-        fields = ("op", "axis", "dtype", "ranks", "calls", "bytes", "seconds")
+        self.seconds += sum(elapsed_s(events) for events in self.events)
+        self.exposed_seconds += sum(elapsed_s(events) for events in self.exposed_events)
+        fields = ("op", "axis", "dtype", "ranks", "calls", "bytes", "seconds", "exposed_seconds")
         return {"step": step} | {name: getattr(self, name) for name in fields}
 
 
+@dataclass
+class Call:
+    """One collective under way, as the watchdog sees it; `number` counts the calls of its axis from 1."""
+
+    op: str
+    axis: str
+    dtype: str
+    ranks: int
+    bytes: int
+    number: int
+    started_s: float
+    finished_s: float | None = None  # set by the backend's thread
+    events: Events | None = None  # around the transfer, on its stream
+
+    @property
+    def is_over(self) -> bool:
+        return self.finished_s is not None or (self.events is not None and self.events[1].query())
+
+
 class CommLog:
-    """Records of the step under way, in the order in which their kinds first occurred."""
+    """Records of the step under way, in the order in which their kinds first occurred, and the calls in flight."""
 
     def __init__(self) -> None:
         self.records: dict[tuple[str, str, str], CommRecord] = {}
+        self.numbers: dict[str, int] = {}  # calls so far of each axis
+        self.in_flight: list[Call] = []
+
+    def record_of(self, call: Call) -> CommRecord:
+        key = (call.op, call.axis, call.dtype)
+        return self.records.setdefault(key, CommRecord(call.op, call.axis, call.dtype, call.ranks))
+
+    def enter(self, op: str, axis: str, ranks: int, *payload: Tensor) -> Call:
+        """Count a collective with this payload; end it with `leave`. Its first event is recorded here."""
+        dtype = str(payload[0].dtype).removeprefix("torch.")
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in payload)
+        number = self.numbers[axis] = self.numbers.get(axis, 0) + 1
+        call = Call(op, axis, dtype, ranks, nbytes, number, time.perf_counter())
+        if payload[0].is_cuda:
+            call.events = cuda_events()
+            call.events[0].record()
+        record = self.record_of(call)
+        record.calls += 1
+        record.bytes += nbytes
+        self.in_flight = [other for other in self.in_flight if not other.is_over]
+        self.in_flight.append(call)
+        return call
+
+    def leave(self, call: Call, exposed: float | Events | None) -> None:
+        """The call's result was waited for; `exposed` are the seconds of that wait, or its events, or None: all."""
+        record = self.record_of(call)
+        if call.events is not None:
+            record.events.append(call.events)
+            record.exposed_events.append(exposed if exposed is not None else call.events)
+            return
+        call.finished_s = call.finished_s or time.perf_counter()
+        seconds = call.finished_s - call.started_s
+        record.seconds += seconds
+        record.exposed_seconds += min(seconds, exposed) if exposed is not None else seconds
 
     @contextmanager
     def record(self, op: str, axis: str, ranks: int, tensor: Tensor) -> Iterator[None]:
-        """Count and time the collective run inside the `with` block; `tensor` is its payload."""
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        record = self.records.setdefault((op, axis, dtype), CommRecord(op, axis, dtype, ranks))
-        events = cuda_events() if tensor.is_cuda else None
-        started = time.perf_counter()
-        if events:
-            events[0].record()
+        """Count and time the collective that runs, and is waited for, inside the `with` block."""
+        call = self.enter(op, axis, ranks, tensor)
         yield
-        if events:
-            events[1].record()
-            record.events.append(events)
-        else:
-            record.seconds += time.perf_counter() - started
-        record.calls += 1
-        record.bytes += tensor.numel() * tensor.element_size()
+        if call.events is not None:
+            call.events[1].record()
+        self.leave(call, None)
 
     def drain(self, step: int) -> list[dict[str, Any]]:
         """The lines of comm.jsonl for `step`: step and the fields of CommRecord; the log is empty afterwards."""
@@ -66,5 +116,10 @@ class CommLog:
         return lines
 
 
-def cuda_events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+def cuda_events() -> Events:
     return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+
+def elapsed_s(events: Events) -> float:
+    events[1].synchronize()
+    return events[0].elapsed_time(events[1]) / 1e3

@@ -1,7 +1,8 @@
-"""Who this process is among the ranks: the only reader of torchrun's environment variables.
+"""Who this process is among the ranks, and its process group along each axis (mesh_degrees says which axes there are).
 
-Without torchrun, or with one rank, there is no process group and every collective does nothing. Today the mesh has one
-axis, "dp"; code asks for axes by name (mesh.group("dp"), mesh.size("dp"), mesh.rank_in("dp")), so that more can come.
+The only reader of torchrun's environment variables. Code asks for axes by name: mesh.size("tp"), mesh.rank_in("dp"),
+mesh.group("dp_cp"). Along an axis of one rank there is no group and every collective does nothing, unless `force` asks
+for groups of one rank along the data axes, with which hooks and collectives can be measured on a single device.
 """
 
 import os
@@ -13,18 +14,24 @@ from torch import distributed as dist
 
 from configs.errors import UserError, check_choice, check_positive
 from parallel.collectives_log import CommLog
+from parallel.mesh_degrees import AXES, EXPERT_AXES, Degrees
 
 RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+FORCED_AXES = ("dp", "dp_replicate", "dp_shard", "dp_shard_cp", "dp_cp", "world")
 
 
 @dataclass
 class MeshAxis:
-    """One axis: how many ranks lie along it, which of them this is, and their process group (None at size 1)."""
+    """One axis: how many ranks lie along it, which of them this is, and their process group (None at size 1).
+
+    `ranks` are the ranks of the whole run along this axis, in its order.
+    """
 
     size: int
     rank: int
     group: dist.ProcessGroup | None
+    ranks: list[int] = field(default_factory=lambda: [0])
 
 
 @dataclass
@@ -38,6 +45,12 @@ class Mesh:
     backend: str  # what moves tensors of `device`: "nccl", "gloo", or "none" at world size 1
     axes: dict[str, MeshAxis]
     log: CommLog = field(default_factory=CommLog)
+    degrees: Degrees = field(default_factory=lambda: Degrees().resolve(1))
+    streams: dict[str, torch.cuda.Stream] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.world_size == 1:  # a mesh of one rank has every axis
+            self.axes = {axis: MeshAxis(1, 0, None) for axis in (*AXES, *EXPERT_AXES)} | self.axes
 
     @property
     def is_main(self) -> bool:
@@ -53,30 +66,80 @@ class Mesh:
     def group(self, axis: str) -> dist.ProcessGroup | None:
         return self.axes[axis].group
 
+    def is_active(self, axis: str) -> bool:
+        """Whether collectives along the axis do anything: more than one rank, or a forced group."""
+        return self.axes[axis].group is not None
 
-def init_mesh(device: str = "auto", timeout_s: float = 600.0) -> Mesh:
+    def stream(self, name: str) -> torch.cuda.Stream:
+        """The side stream of this name on a GPU, on which asynchronous collectives run; made on first use."""
+        if name not in self.streams:
+            self.streams[name] = torch.cuda.Stream(self.device, priority=-1)
+        return self.streams[name]
+
+
+def init_mesh(
+    device: str = "auto", timeout_s: float = 600.0, degrees: Degrees | None = None, force: bool = False
+) -> Mesh:
     """Join the ranks that torchrun started, or be the only one; `device` is "auto", "cpu" or "cuda".
 
     On a GPU both backends are made: NCCL moves CUDA tensors, gloo moves CPU tensors without stopping the device.
-    Raises UserError for an incomplete environment, a missing GPU, or more local ranks than GPUs.
+    Without `degrees` all ranks are data parallel. Raises UserError for an incomplete environment, a missing GPU, more
+    local ranks than GPUs, or degrees that do not fill the world.
     """
     check_choice("device", device, ("auto", "cpu", "cuda"))
     check_positive(**{"parallel.timeout_s": timeout_s})
     rank, world_size, local_rank = read_ranks()
+    degrees = (degrees or Degrees()).resolve(world_size)
     chosen = choose_device(device, local_rank)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    if world_size == 1:
-        return Mesh(rank, local_rank, world_size, chosen, "none", {"dp": MeshAxis(1, 0, None)})
+    if world_size == 1 and not force:
+        return Mesh(rank, local_rank, world_size, chosen, "none", {})
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-    axes = {"dp": MeshAxis(world_size, rank, dist.group.WORLD)}
-    return Mesh(rank, local_rank, world_size, chosen, "nccl" if chosen.type == "cuda" else "gloo", axes)
+    timeout = timedelta(seconds=timeout_s)
+    if world_size == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout)
+    return make_mesh(degrees, chosen, local_rank, force)
+
+
+def make_mesh(degrees: Degrees, device: torch.device, local_rank: int, force: bool = False) -> Mesh:
+    """The mesh of these degrees over the process group that exists already; every rank must call it.
+
+    Axes along which the same ranks lie share one process group.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    degrees = degrees.resolve(world_size)
+    made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
+    axes = {}
+    for axis in (*AXES, *EXPERT_AXES):
+        groups = degrees.groups(axis)
+        own = next(ranks for ranks in groups if rank in ranks)
+        key = tuple(map(tuple, groups))
+        if key not in made:
+            made[key] = make_groups(groups, rank)
+        group = made[key]
+        if force and world_size == 1 and axis in FORCED_AXES:
+            group = dist.group.WORLD
+        axes[axis] = MeshAxis(len(own), own.index(rank), group, own)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    return Mesh(rank, local_rank, world_size, device, backend, axes, degrees=degrees)
+
+
+def make_groups(groups: list[list[int]], rank: int) -> dist.ProcessGroup | None:
+    """Make the group of every row, as all ranks must in one order; returns the one that `rank` is in."""
+    if len(groups[0]) == 1:
+        return None
+    if len(groups) == 1:
+        return dist.group.WORLD
+    made = [dist.new_group(ranks) for ranks in groups]
+    return next(group for group, ranks in zip(made, groups, strict=True) if rank in ranks)
 
 
 def close_mesh(mesh: Mesh) -> None:
     """Leave the process group, if there is one."""
-    if mesh.world_size > 1:
+    if mesh.backend != "none":
         dist.destroy_process_group()
 
 
