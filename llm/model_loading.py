@@ -12,8 +12,10 @@ from configs.errors import UserError
 from configs.loader import load_config
 from llm.args import ModelConfig
 from llm.bpe_tokenizer import Tokenizer
-from llm.checkpoint import MODEL_PREFIX, copy_model_tensors, find_checkpoint, load_checkpoint
+from llm.checkpoint import copy_model_tensors, load_checkpoint
+from llm.checkpoint_pieces import MODEL_PREFIX
 from llm.transformer import Transformer
+from parallel.sharded_checkpoint_manifest import find_checkpoint
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

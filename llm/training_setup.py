@@ -14,14 +14,8 @@ from configs.errors import UserError
 from configs.run_dir import RunDir
 from llm.args import TrainConfig
 from llm.bpe_tokenizer import Tokenizer
-from llm.checkpoint import (
-    find_checkpoint,
-    list_checkpoints,
-    load_checkpoint,
-    model_and_optimizer_tensors,
-    restore_model_and_optimizer,
-    save_checkpoint,
-)
+from llm.checkpoint import restore, save_checkpoint
+from llm.checkpoint_pieces import Sharding, held_pieces
 from llm.data_loader import Batch, BatchLoader, LoaderConfig, ValidationSet, open_sources, source_weights
 from llm.hardware import Hardware, detect_hardware
 from llm.hardware_allocator import keep_freed_memory
@@ -33,8 +27,8 @@ from llm.training_record import Record
 from llm.training_step import StepResult, TrainingStep
 from llm.transformer import Transformer
 from llm.transformer_init import initialise
-from parallel.collectives import barrier
 from parallel.mesh import Mesh
+from parallel.sharded_checkpoint_manifest import find_checkpoint, list_checkpoints
 
 
 @dataclass
@@ -53,6 +47,7 @@ class Trainer:
     run_dir: RunDir
     record: Record
     throughput: Throughput
+    sharding: Sharding | None = None  # the strategy under which ranks hold parts of parameters, if there is one
     step: int = 0  # optimizer steps done
     tokens_seen: int = 0  # of all ranks, padding and ignored targets included
     skipped_steps: int = 0
@@ -87,21 +82,20 @@ class Trainer:
         self.throughput.resume()
 
     def save(self) -> None:
-        """Rank 0 writes a checkpoint of this step; the others wait."""
+        """All ranks together write a checkpoint of this step."""
+        config, mesh = self.config, self.mesh
         with self.off_the_clock():
-            if self.mesh.is_main:
-                state = {
-                    "tokens_seen": self.tokens_seen,
-                    "data": {"next_batch": self.step, "seed": self.config.seed},
-                    "layout": {"world_size": self.mesh.world_size, "dp": self.mesh.size("dp")},
-                    "config": asdict(self.config),
-                }
-                tensors = model_and_optimizer_tensors(self.model, self.optimizer)
-                keep = self.config.checkpoint.keep_last
-                save_checkpoint(
-                    self.run_dir.checkpoints, self.step, tensors, state, self.config.data.tokenizer, keep_last=keep
-                )
-            barrier(self.mesh)
+            state = {
+                "tokens_seen": self.tokens_seen,
+                "data": {"next_batch": self.step, "seed": config.seed},
+                "layout": {"world_size": mesh.world_size, "dp": mesh.size("dp")},
+                "config": asdict(config),
+            }
+            pieces = held_pieces(self.model, self.optimizer, mesh, self.sharding).pieces()
+            save_checkpoint(
+                self.run_dir.checkpoints, self.step, pieces, state, config.data.tokenizer,
+                config.checkpoint.keep_last, mesh,
+            )  # fmt: skip
 
     def resume(self) -> None:
         """Continue from the newest whole checkpoint of this run, if there is one."""
@@ -113,11 +107,10 @@ class Trainer:
                     f"use another name, resume=auto, or remove {self.run_dir.path}"
                 )
             return
-        path = find_checkpoint(checkpoints)
+        path = find_checkpoint(checkpoints, self.mesh)
         if path is None:
             return
-        tensors, state = load_checkpoint(path, verify=False)  # find_checkpoint has just verified it
-        restore_model_and_optimizer(self.model, self.optimizer, tensors)
+        state = restore(held_pieces(self.model, self.optimizer, self.mesh, self.sharding), path, self.mesh)
         self.step, self.tokens_seen = state["step"], state["tokens_seen"]
         if self.step > self.config.max_steps:
             raise UserError(
