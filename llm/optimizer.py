@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from configs.errors import UserError, check_choice, check_positive
 from llm.optimizer_adamw import adamw_step
 from llm.optimizer_muon import ADJUSTMENTS, muon_step
+from parallel.clipping import gradient_norm, scale_gradients
 
 OPTIMIZERS = ("adamw", "muon", "sgd")
 
@@ -90,7 +91,12 @@ class MixedOptimizer(Optimizer):
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
-            ALGORITHMS[group["algorithm"]](group, self.state)
+            self.update(group)
+
+    @torch.no_grad()
+    def update(self, group: dict[str, Any]) -> None:
+        """The step of one group, or of a copy of it with only some of its parameters."""
+        ALGORITHMS[group["algorithm"]](group, self.state)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -179,26 +185,6 @@ def set_learning_rate(optimizer: Optimizer, factor: float) -> None:
     """Set every group's rate to its base rate times the schedule's factor."""
     for group in optimizer.param_groups:
         group["lr"] = group["base_lr"] * factor
-
-
-@torch.no_grad()
-def gradient_norm(params: Iterable[Tensor]) -> Tensor:
-    """The L2 norm of all gradients as one vector, a scalar of at least float32 on their device; no host sync."""
-    params = list(params)
-    gradients = [param.grad for param in params if param.grad is not None]
-    if not gradients:
-        return torch.zeros((), device=params[0].device if params else None)
-    dtype = torch.promote_types(gradients[0].dtype, torch.float32)
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, dtype=dtype)))
-
-
-@torch.no_grad()
-def scale_gradients(params: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Multiply the gradients by min(1, max_norm / norm), in place and without a host sync."""
-    gradients = [param.grad for param in params if param.grad is not None]
-    if not gradients or (norm.device.type == "cpu" and norm <= max_norm):
-        return
-    torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
 
 
 def clip_gradients(params: Iterable[Tensor], max_norm: float) -> Tensor:

@@ -6,6 +6,8 @@ a GPU, and a parameter (E, F, C) is a stack of E matrices.
 
 import math
 from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +20,12 @@ ADJUSTMENTS = ("original", "match_rms_adamw")
 
 
 def muon_step(group: dict[str, Any], state: dict[Tensor, dict[str, Tensor]]) -> None:
-    """Update the matrices of one group that have a gradient; state: momentum_buffer, at least float32."""
+    """Update the matrices of one group that have a gradient; state: momentum_buffer, at least float32.
+
+    group["matrices"], where it is set, says how to get at whole matrices of which the parameters are parts.
+    """
     params = [param for param in group["params"] if param.grad is not None]
-    if not params:
-        return
+    matrices = group.get("matrices", WholeMatrices())
     momentum = group["momentum"]
     for param in params:
         if not state[param]:
@@ -29,13 +33,28 @@ def muon_step(group: dict[str, Any], state: dict[Tensor, dict[str, Tensor]]) -> 
             state[param]["momentum_buffer"] = torch.zeros_like(param, dtype=dtype)
     buffers = [state[param]["momentum_buffer"] for param in params]
     gradients = [param.grad.to(buffer.dtype) for param, buffer in zip(params, buffers, strict=True)]
-    torch._foreach_lerp_(buffers, gradients, 1 - momentum)
-    directions = torch._foreach_lerp(gradients, buffers, momentum) if group["nesterov"] else buffers
-    directions = orthogonalise_all(directions, group["ns_steps"], batched=params[0].is_cuda)
-    if group["weight_decay"]:
+    if params:
+        torch._foreach_lerp_(buffers, gradients, 1 - momentum)
+    directions = torch._foreach_lerp(gradients, buffers, momentum) if params and group["nesterov"] else buffers
+    directions = matrices.transform(params, directions, partial(orthogonalise_step, ns_steps=group["ns_steps"]))
+    if params and group["weight_decay"]:
         torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
     for param, direction in zip(params, directions, strict=True):
-        param.add_(direction, alpha=-group["lr"] * rate_adjustment(param.shape, group["adjust_lr"]))
+        param.add_(direction, alpha=-group["lr"] * rate_adjustment(matrices.shape_of(param), group["adjust_lr"]))
+
+
+class WholeMatrices:
+    """The matrices of a group whose parameters are whole: themselves. A strategy that shards them puts its own here."""
+
+    def shape_of(self, param: Tensor) -> torch.Size:
+        """The full shape of the matrix of which `param` is a part."""
+        return param.shape
+
+    def transform(
+        self, params: list[Tensor], tensors: list[Tensor], function: Callable[[list[Tensor]], list[Tensor]]
+    ) -> list[Tensor]:
+        """function of the full matrices of which `tensors` are the parts that belong to `params`, as parts again."""
+        return function(tensors)
 
 
 def rate_adjustment(shape: torch.Size, rule: str) -> float:
@@ -48,6 +67,11 @@ def rate_adjustment(shape: torch.Size, rule: str) -> float:
     if rule == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
     return math.sqrt(max(1.0, rows / columns))
+
+
+def orthogonalise_step(matrices: list[Tensor], ns_steps: int) -> list[Tensor]:
+    """orthogonalise_all as it is quickest where the matrices are."""
+    return orthogonalise_all(matrices, ns_steps, batched=bool(matrices) and matrices[0].is_cuda)
 
 
 def orthogonalise_all(matrices: list[Tensor], ns_steps: int, batched: bool) -> list[Tensor]:

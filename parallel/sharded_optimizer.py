@@ -1,0 +1,224 @@
+"""ZeRO-1 (Rajbhandari et al. 2020): every rank holds the model, each updates its part of it with its part of the state.
+
+Gradients of a flat bucket are reduce-scattered from hooks while backward goes on; a rank then steps its part of every
+bucket and gathers the updated parameters, the gather of one bucket beside the step of the next. Sums, not means: each
+rank's loss is already divided by the number of target tokens of the global batch.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from configs.errors import check_positive
+from parallel.collectives import broadcast, start_all_gather, start_reduce_scatter
+from parallel.collectives_pending import Pending
+from parallel.mesh import Mesh
+from parallel.sharded_checkpoint_pieces import Piece, whole
+from parallel.sharded_optimizer_buckets import Bucket, plan_buckets
+from parallel.sharded_optimizer_matrices import share_matrices
+from parallel.sharded_optimizer_shards import agree_on_gradients, gather_full, sharded_norm, use_shards
+
+
+class GroupOptimizer(Protocol):
+    """What is asked of the optimizer that is sharded: groups with "param_names", updated one at a time."""
+
+    param_groups: list[dict[str, Any]]
+    state: dict[Tensor, dict[str, Tensor]]
+
+    def update(self, group: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Zero1Settings:
+    """Sizes of buckets, and the dtype in which gradients are summed (None: that of the parameter)."""
+
+    bucket_bytes: int = 25 * 2**20
+    first_bucket_bytes: int = 2**20  # small, so that communication starts early in backward
+    reduce_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        check_positive(bucket_bytes=self.bucket_bytes, first_bucket_bytes=self.first_bucket_bytes)
+
+
+class Zero1:
+    """The gradients of a replicated model on their way to the ranks that own them.
+
+    For each micro-batch `begin_micro_batch`, forward, backward; then `finish_gradients`, after which the shards in
+    `parameters` hold the summed gradient. Between the micro-batches of a step nothing is sent.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh, settings: Zero1Settings, axis: str = "dp"):
+        self.model, self.mesh, self.settings, self.axis = model, mesh, settings, axis
+        for tensor in [*model.parameters(), *model.buffers()]:
+            broadcast(tensor, mesh, axis)
+        named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+        ranks, rank = mesh.size(axis), mesh.rank_in(axis)
+        plans = plan_buckets(reversed(named), ranks, settings.bucket_bytes, settings.first_bucket_bytes)
+        params = dict(named)
+        self.buckets = [Bucket(plan, [params[name] for name in plan.names], ranks, rank) for plan in plans]
+        by_name = {shard.name: shard for bucket in self.buckets for shard in bucket.shards}
+        self.shards = [by_name[name] for name, _ in named]
+        self.parameters = [shard.local for shard in self.shards if shard.local.numel()]
+        self.sending = False  # in the backward pass of the last micro-batch
+        self.next_bucket = 0  # buckets are sent in order on every rank, whatever order they are filled in
+        self.pending: list[tuple[Bucket, Pending]] = []
+        for bucket in self.buckets:
+            for index, param in enumerate(bucket.params):
+                param.register_post_accumulate_grad_hook(self.make_hook(bucket, index))
+
+    def make_hook(self, bucket: Bucket, index: int) -> Any:
+        def gradient_is_there(_: nn.Parameter) -> None:
+            bucket.present[index] = True
+            if self.sending:
+                bucket.ready += 1
+                self.send_filled_buckets()
+
+        return gradient_is_there
+
+    def begin_micro_batch(self, last: bool) -> None:
+        """To be called before each forward pass; gradients are sent in the backward pass of the last one."""
+        if not self.sending and last:
+            self.next_bucket = 0
+            for bucket in self.buckets:
+                bucket.ready = 0
+        self.sending = last
+
+    def send_filled_buckets(self) -> None:
+        while self.next_bucket < len(self.buckets):
+            bucket = self.buckets[self.next_bucket]
+            if bucket.ready < len(bucket.params):
+                return
+            self.send(bucket)
+
+    @torch.no_grad()
+    def send(self, bucket: Bucket) -> None:
+        """Copy a bucket's gradients into one buffer and begin its reduce-scatter."""
+        while len(self.pending) > 1:  # two buffers at a time; the older transfer has had a bucket's backward for itself
+            self.receive(*self.pending.pop(0))
+        dtype = self.settings.reduce_dtype or bucket.plan.dtype
+        flat = torch.zeros(bucket.plan.numel, dtype=dtype, device=bucket.flat.device)
+        filled = [(view, param) for view, param in zip(bucket.views(flat), bucket.params, strict=True)]
+        filled = [(view, param.grad) for view, param in filled if param.grad is not None]
+        if filled:
+            views, gradients = (list(tensors) for tensors in zip(*filled, strict=True))
+            torch._foreach_copy_(views, gradients)
+        for param in bucket.params:
+            param.grad = None
+        self.pending.append((bucket, start_reduce_scatter(flat, self.mesh, self.axis, stream="reduce")))
+        self.next_bucket += 1
+
+    def receive(self, bucket: Bucket, pending: Pending) -> None:
+        bucket.own_gradient = pending.wait().to(bucket.plan.dtype)  # (share,)
+
+    @torch.no_grad()
+    def finish_gradients(self) -> None:
+        """Wait for the sums; every shard's `.grad` is then its part, or None where no rank had a gradient."""
+        while self.next_bucket < len(self.buckets):  # some parameter of it had no gradient
+            self.send(self.buckets[self.next_bucket])
+        present = {name: flag for b in self.buckets for name, flag in zip(b.plan.names, b.present, strict=True)}
+        agree_on_gradients(self.shards, [present[shard.name] for shard in self.shards], self.mesh, self.axis)
+        for bucket, pending in self.pending:
+            self.receive(bucket, pending)
+        self.pending, self.sending = [], False
+        for bucket in self.buckets:
+            for shard, place in zip(bucket.shards, bucket.own_places, strict=True):
+                shard.local.grad = bucket.own_gradient[place] if shard.has_gradient else None
+            bucket.own_gradient = None
+            bucket.present = [False] * len(bucket.params)
+
+    def gradient_norm(self) -> Tensor:
+        """The L2 norm of the whole gradient, equal bits on every rank."""
+        return sharded_norm(self.shards, self.mesh, self.axis)
+
+    def shard_optimizer(self, optimizer: GroupOptimizer) -> "ShardedOptimizer":
+        """The optimizer of this rank's shards; `optimizer` has groups over the full parameters and has not stepped."""
+        share_matrices(optimizer, self.shards, self.mesh, self.axis)
+        use_shards(optimizer, {shard.name: shard for shard in self.shards})
+        return ShardedOptimizer(optimizer, self)
+
+    def gathered(self) -> "Zero1":
+        """As a context manager: the full parameters, which are always there."""
+        return self
+
+    def __enter__(self) -> "Zero1":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        pass
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """Every trainable parameter in full."""
+        return {shard.name: param.detach() for shard, param in zip(self.shards, self.full_params(), strict=True)}
+
+    def full_params(self) -> list[nn.Parameter]:
+        return [param for param in self.model.parameters() if param.requires_grad]
+
+    def full_gradients(self) -> dict[str, Tensor | None]:
+        """Every gradient in full, gathered from the shards after `finish_gradients`; None where there is none."""
+        held = [shard for shard in self.shards if shard.has_gradient]
+        full = gather_full(held, [shard.local.grad for shard in held], self.mesh, self.axis)
+        return {shard.name: full.get(shard.name) for shard in self.shards}
+
+    def pieces(self) -> list[Piece]:
+        """Every parameter and persistent buffer, whole on every rank."""
+        replicas, replica = self.mesh.size(self.axis), self.mesh.rank_in(self.axis)
+        persistent = self.model.state_dict(keep_vars=True).keys()
+        named = [*self.model.named_parameters(), *(x for x in self.model.named_buffers() if x[0] in persistent)]
+        return [whole(name, tensor.detach(), replicas, replica) for name, tensor in named]
+
+    def optimizer_pieces(self) -> list[Piece]:
+        """What the optimizer updates here; each `local` is the key of its state."""
+        return [shard.optimizer_piece() for shard in self.shards if shard.local.numel()]
+
+
+class ShardedOptimizer:
+    """An optimizer over this rank's shards whose step ends with every rank holding every updated parameter."""
+
+    def __init__(self, optimizer: GroupOptimizer, strategy: Zero1):
+        self.optimizer, self.strategy = optimizer, strategy
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> dict[Tensor, dict[str, Tensor]]:
+        return self.optimizer.state
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update the shards and gather the parameters; matrices first, then bucket by bucket beside the gathers."""
+        elementwise = []
+        for group in self.optimizer.param_groups:
+            if "matrices" in group:  # an exchange over all ranks, whatever lies in which bucket
+                self.optimizer.update(group)
+            else:
+                elementwise.append(group)
+        pending = []
+        for bucket in self.strategy.buckets:
+            own = {id(shard.local) for shard in bucket.shards}
+            for group in elementwise:
+                params = [param for param in group["params"] if id(param) in own]
+                if params:
+                    self.optimizer.update(group | {"params": params})
+            if any(shard.has_gradient for shard in bucket.shards):
+                mesh, axis = self.strategy.mesh, self.strategy.axis
+                pending.append(start_all_gather(bucket.own, mesh, axis, out=bucket.flat, stream="gather"))
+        for gather in pending:
+            gather.wait()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the shards' gradients; the full ones went when they were sent."""
+        assert set_to_none, "gradients of shards are dropped, not zeroed"
+        for param in self.strategy.parameters:
+            param.grad = None
+
+
+def apply_zero1(model: nn.Module, mesh: Mesh, settings: Zero1Settings = Zero1Settings(), axis: str = "dp") -> Zero1:
+    """Wrap a model for ZeRO-1: rank 0's values on every rank, parameters as views of flat buckets, hooks in place.
+
+    Build the optimizer afterwards and pass it through `shard_optimizer`.
+    """
+    return Zero1(model, mesh, settings, axis)
