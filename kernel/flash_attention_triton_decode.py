@@ -1,0 +1,218 @@
+"""Attention of a few new tokens over a cache of keys and values, contiguous or paged, for generation.
+
+flash_attention_decode(q, k_cache, v_cache, cache_lens, block_table) -> (out, lse). The lengths stay on the device: no
+synchronisation, a grid that depends on shapes alone, so the call can be captured in a CUDA graph and replayed with
+other lengths, tables and contents. The caches already hold the T new tokens: query t of row b is token
+cache_lens[b] - T + t of its sequence and sees the tokens up to itself. No gradient: training uses flash_attention.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from configs.errors import UserError
+from kernel.flash_attention_triton import DTYPES, HEAD_DIMS, is_traced, run_kernel_kind
+from kernel.flash_attention_triton_decode_kernels import merge_kernel, split_kernel
+from kernel.flash_attention_triton_launch import LOG2E, num_blocks, num_processors, padded_dim, precision
+
+MIN_ROWS = 16  # of a tile of queries: the least that tl.dot takes
+MAX_ROWS = 64
+MIN_PAGE_SIZE = 16
+CHUNKS_MERGED_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class DecodeOptions:
+    """scale: of the scores, 1/sqrt(D) unless given; softcap: 0 for none; window: the last so many keys, own included.
+
+    max_length: no sequence is longer, which the caller may know; by default what the cache or the table holds. It
+    bounds the number of chunks, and lengths above it are cut to it.
+    """
+
+    scale: float | None = None
+    softcap: float = 0.0
+    window: int | None = None
+    max_length: int | None = None
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Keys a tile, warps, pipeline stages, and how many programs for each processor the keys are cut into.
+
+    min_rows: 16 (mma.sync, the warps share the keys) or 64 (wgmma on Hopper, each warp has rows, most of them padding).
+    """
+
+    block_n: int
+    warps: int
+    stages: int
+    programs: int
+    min_rows: int = MIN_ROWS
+
+
+def flash_attention_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_lens: Tensor,
+    block_table: Tensor | None = None,
+    options: DecodeOptions = DecodeOptions(),
+) -> tuple[Tensor, Tensor]:
+    """Attention of q (B, T, H, D), the last T tokens of each sequence, over its cache_lens (B,) int32 tokens.
+
+    Contiguous: k_cache, v_cache (B, S, K, D). Paged: (pages, page_size, K, D) with block_table (B, pages a sequence)
+    int32, whose entries are read only where a sequence has tokens. Returns out (B, T, H, D) like q and lse (B, H, T)
+    float32; a query without keys (length 0, or fewer tokens than T) gets out 0 and lse -inf. Any T runs; up to
+    T * H / K = 64 the cache is read once. Raises UserError for what the kernels cannot run.
+    """
+    check_decode_inputs(q, k_cache, v_cache, cache_lens, block_table)
+    scale = 1.0 / math.sqrt(q.shape[-1]) if options.scale is None else options.scale
+    check_decode_options(options, scale)
+    window = 0 if options.window is None else options.window
+    held = k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]
+    max_length = held if options.max_length is None else min(options.max_length, held)
+    if is_traced(q):
+        return flash_attention_decode_op(
+            q, k_cache, v_cache, cache_lens, block_table, [window, max_length], [scale, options.softcap]
+        )
+    cache = DecodeCache(k_cache, v_cache, cache_lens, block_table)
+    return run_decode(q, cache, DecodeCall(scale, options.softcap, window, max_length))
+
+
+@dataclass(frozen=True)
+class DecodeCache:
+    """What lies on the device: keys, values, lengths (B,), and the table (B, pages a sequence) of a paged cache."""
+
+    k: Tensor
+    v: Tensor
+    lens: Tensor
+    table: Tensor | None
+
+
+@dataclass(frozen=True)
+class DecodeCall:
+    """Plain numbers of one call; window 0: none."""
+
+    scale: float
+    softcap: float
+    window: int
+    max_length: int
+
+
+def check_decode_inputs(q: Tensor, k: Tensor, v: Tensor, lens: Tensor, table: Tensor | None) -> None:
+    """One line for each rule that the kernels rely on; what lies on the device (lengths, page numbers) is not read."""
+    if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape or k.stride() != v.stride():
+        shapes = f"q {tuple(q.shape)}, k_cache {tuple(k.shape)}, v_cache {tuple(v.shape)}"
+        raise UserError(f"{shapes}: decode takes q (B, T, H, D) and caches of one 4-d shape and strides; reshape them")
+    if min(q.shape) == 0 or min(k.shape) == 0:
+        raise UserError(f"q {tuple(q.shape)}, k_cache {tuple(k.shape)}: no dimension may be 0; skip the call")
+    if q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2]:
+        raise UserError(
+            f"q {tuple(q.shape)}, k_cache {tuple(k.shape)}: D must be equal and the cache's heads divide those of q; "
+            "reshape them"
+        )
+    if q.shape[3] not in HEAD_DIMS:
+        raise UserError(f"head_dim={q.shape[3]} has no kernel; use one of {', '.join(map(str, HEAD_DIMS))}")
+    if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
+        raise UserError(f"dtypes {q.dtype}, {k.dtype}, {v.dtype} must be one of bfloat16, float16, float32; cast them")
+    if lens.shape != q.shape[:1] or lens.dtype not in (torch.int32, torch.int64) or not lens.is_contiguous():
+        raise UserError(f"cache_lens {tuple(lens.shape)} {lens.dtype} must be ({q.shape[0]},) int32; make it so")
+    check_table(q, k, table)
+    tensors = [q, k, v, lens] + ([] if table is None else [table])
+    if any(x.device != q.device for x in tensors):
+        raise UserError(f"devices {', '.join(str(x.device) for x in tensors)} must be one; move the tensors together")
+    if not (q.is_cuda or type(run_kernel_kind()).__name__ == "InterpretedFunction"):
+        raise UserError("flash_attention_decode needs a CUDA device; use attention=sdpa on CPU, or TRITON_INTERPRET=1")
+    if q.stride(-1) != 1 or k.stride(-1) != 1:
+        raise UserError("the last dimension of q and the caches must be contiguous; call .contiguous() first")
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise UserError("flash_attention_decode has no gradient; call it under torch.no_grad(), or use flash_attention")
+
+
+def check_table(q: Tensor, k: Tensor, table: Tensor | None) -> None:
+    if table is None:
+        if k.shape[0] != q.shape[0]:
+            raise UserError(
+                f"k_cache {tuple(k.shape)} must have the {q.shape[0]} rows of q; give block_table if it is paged"
+            )
+        return
+    if table.dim() != 2 or table.shape[0] != q.shape[0] or table.dtype != torch.int32 or table.stride(-1) != 1:
+        shape = tuple(table.shape)
+        raise UserError(f"block_table {shape} {table.dtype} must be ({q.shape[0]}, pages) int32; make it so")
+    if table.shape[1] == 0 or k.shape[1] < MIN_PAGE_SIZE or k.shape[1] & (k.shape[1] - 1):
+        raise UserError(f"page_size={k.shape[1]} must be a power of two of at least {MIN_PAGE_SIZE}; use such pages")
+
+
+def check_decode_options(options: DecodeOptions, scale: float) -> None:
+    if not scale > 0 or options.softcap < 0:
+        raise UserError(f"scale={scale} must be above 0 and softcap={options.softcap} at least 0; use such values")
+    for name in ("window", "max_length"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UserError(f"{name}={value} must be at least 1; use None for no limit")
+
+
+@torch.library.custom_op("mew::flash_attention_decode", mutates_args=())
+def flash_attention_decode_op(
+    q: Tensor, k: Tensor, v: Tensor, lens: Tensor, table: Tensor | None, integers: list[int], floats: list[float]
+) -> tuple[Tensor, Tensor]:
+    """integers: window (0: none), max_length; floats: scale, softcap."""
+    return run_decode(q, DecodeCache(k, v, lens, table), DecodeCall(floats[0], floats[1], integers[0], integers[1]))
+
+
+@flash_attention_decode_op.register_fake
+def _(q, k, v, lens, table, integers, floats):
+    lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device), lse
+
+
+def default_decode_config(q: Tensor) -> DecodeConfig:
+    """Tiles of 32 KiB of keys and values at most, so that three stages of two programs fit a processor."""
+    if not q.is_cuda:
+        return DecodeConfig(16, 4, 1, 3)  # the interpreter: small tiles show every seam
+    bytes_a_key = padded_dim(q.shape[-1]) * q.element_size()
+    return DecodeConfig(max(16, min(128, 16384 // bytes_a_key)), 4, 3, 8)
+
+
+def row_tile(num_rows: int, min_rows: int) -> int:
+    """Rows of a tile of queries for `num_rows` query heads of one kv head over all new tokens."""
+    return max(min_rows, min(MAX_ROWS, 1 << (num_rows - 1).bit_length()))
+
+
+def run_decode(
+    q: Tensor, cache: DecodeCache, call: DecodeCall, config: DecodeConfig | None = None
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of checked inputs: the chunks, then their merge."""
+    config = config or default_decode_config(q)
+    (B, T, H, D), K = q.shape, cache.k.shape[2]
+    block_m, block_d = row_tile(T * H // K, config.min_rows), padded_dim(D)
+    side_by_side = K * num_blocks(T * H // K, block_m)
+    num_chunks, items = chunk_counts(B, side_by_side, call.max_length, config, q)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
+    parts = torch.empty(items, T, H, D, dtype=torch.float32, device=q.device)
+    part_lse = torch.empty(items, T, H, dtype=torch.float32, device=q.device)
+    numbers = (B, T, H, D, call.max_length, call.window, num_chunks)
+    block_b = max(64, 1 << (B - 1).bit_length())
+    table = cache.lens if cache.table is None else cache.table
+    split_kernel[(side_by_side, items)](
+        q, cache.k, cache.v, cache.lens, table, out, lse, parts, part_lse,
+        *q.stride()[:3], *cache.k.stride()[:3], table.stride(0), *numbers, call.scale * LOG2E, call.softcap,
+        GROUP=H // K, PAGE_SIZE=0 if cache.table is None else cache.k.shape[1], WINDOW=call.window > 0,
+        SOFTCAP=call.softcap > 0, BLOCK_B=block_b, BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_D=block_d,
+        PRECISION=precision(q), STAGES=config.stages, num_warps=config.warps,
+    )  # fmt: skip
+    merge_kernel[(T * H, B)](
+        cache.lens, parts, part_lse, out, lse, *numbers,
+        WINDOW=call.window > 0, BLOCK_B=block_b, BLOCK_N=config.block_n, BLOCK_C=CHUNKS_MERGED_AT_ONCE,
+        BLOCK_D=block_d, num_warps=2,
+    )  # fmt: skip
+    return out, lse
+
+
+def chunk_counts(B: int, side_by_side: int, max_length: int, config: DecodeConfig, q: Tensor) -> tuple[int, int]:
+    """(chunks that the plan aims at over all sequences, the most that it can make), for each kv head."""
+    processors = num_processors(q.device.index) if q.is_cuda else 2
+    num_chunks = max(1, processors * config.programs // side_by_side)
+    return num_chunks, min(num_chunks + B, B * num_blocks(max_length, config.block_n))
