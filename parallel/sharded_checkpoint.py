@@ -62,8 +62,8 @@ def save_pieces(
         if rank_of(mesh)[0] == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise UserError(
-            f"checkpoint {target} could not be written ({error}); free disk space or point runs_dir at another disk, "
-            f"then run the same command: older checkpoints are kept"
+            f"checkpoint {target} could not be written ({error}); if the disk is full, free disk space or point "
+            f"runs_dir at another disk, then run the same command: older checkpoints are kept"
         ) from error
     if save.keep_last is not None:
         together(mesh, on_rank_0, mesh, remove_older, directory, step, save.keep_last)

@@ -10,11 +10,10 @@ from typing import TypeVar
 import torch
 
 from configs.errors import UserError
-from parallel.collectives import all_gather, all_reduce_max, broadcast
+from parallel.collectives import all_gather_json, all_reduce_max, broadcast
 from parallel.mesh import Mesh
 
 AXIS = "world"
-REASON_BYTES = 1000
 Result = TypeVar("Result")
 
 
@@ -30,7 +29,7 @@ def rank_of(mesh: Mesh | None) -> tuple[int, int]:
 def together(mesh: Mesh | None, body: Callable[..., Result], *arguments: object) -> Result:
     """Run `body` on every rank; if it raised on any, raise SharedFault with the first rank's reason on all.
 
-    An exception that is no fault of the input or the disk keeps its type and traceback on the rank where it arose.
+    What is no fault of the input or the disk (ValueError, OSError) keeps its type and traceback where it arose.
     """
     error, result = None, None
     try:
@@ -40,13 +39,13 @@ def together(mesh: Mesh | None, body: Callable[..., Result], *arguments: object)
     reason = first_reason(mesh, None if error is None else describe(error))
     if reason is None:
         return result
-    if error is not None and not isinstance(error, UserError | OSError):
+    if error is not None and not isinstance(error, ValueError | OSError):
         raise error
     raise SharedFault(reason) from error
 
 
 def describe(error: Exception) -> str:
-    return str(error) if isinstance(error, UserError | OSError) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {error}"
 
 
 def first_reason(mesh: Mesh | None, reason: str | None) -> str | None:
@@ -57,11 +56,8 @@ def first_reason(mesh: Mesh | None, reason: str | None) -> str | None:
     failed = torch.tensor([reason is not None], dtype=torch.int32)  # on the host: the device is not disturbed
     if not all_reduce_max(failed, mesh, AXIS).item():
         return None
-    text = f"rank {rank}: {reason}".encode()[:REASON_BYTES] if reason is not None else b""
-    sent = torch.zeros(REASON_BYTES, dtype=torch.uint8)
-    sent[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else 0
-    texts = [bytes(row.tolist()).rstrip(b"\0") for row in all_gather(sent, mesh, AXIS)]
-    return next(text for text in texts if text).decode(errors="replace")
+    reasons = all_gather_json(None if reason is None else f"rank {rank}: {reason}", mesh, AXIS)
+    return next(text for text in reasons if text is not None)
 
 
 def broadcast_numbers(mesh: Mesh | None, numbers: list[int]) -> list[int]:

@@ -142,11 +142,11 @@ class CheckpointReader:
         self.bytes_read = 0
         try:
             for name, entry in index.items():
-                check_cover(name, entry)
-                DTYPES[entry["dtype"]]
                 foreign = [piece["file"] for piece in entry["pieces"] if not is_plain_file_name(piece["file"])]
                 if foreign:
                     raise ValueError(f"{foreign[0]!r} is not a plain file name")
+                check_cover(name, entry)
+                DTYPES[entry["dtype"]]
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise self.fault(error) from error
 

@@ -58,7 +58,7 @@ def whole(name: str, tensor: Tensor, replicas: int = 1, replica: int = 0) -> Pie
 def boxes_of(piece: Piece) -> list[Box]:
     """The piece as boxes, without padding; none when it holds no element of a tensor that has some."""
     tensor = piece.local.detach()
-    if tuple(tensor.shape) == piece.shape:
+    if tuple(tensor.shape) == piece.shape and not piece.start:
         return [Box(piece.name, piece.shape, (0,) * len(piece.shape), tensor)]
     flat, boxes, position = tensor.view(-1), [], 0
     for offsets, shape in boxes_of_range(piece.shape, piece.start, piece.numel):
