@@ -91,10 +91,15 @@ def attention_backward(shape: AttentionShape, pairs: float | None = None) -> Ker
     )
 
 
-def attention_decode(shape: AttentionShape) -> KernelWork:
-    """One new token against a cache of S: every key and value is read once, by all heads of its group together."""
-    pairs = shape.B * shape.H * shape.T * shape.S
-    return KernelWork(4.0 * pairs * shape.D, pairs, 2 * _query_bytes(shape) + 2 * _key_bytes(shape) + _row_bytes(shape))
+def attention_decode(shape: AttentionShape, num_keys: float | None = None) -> KernelWork:
+    """T new tokens a row against a cache of S, or of `num_keys` in all rows together where they differ.
+
+    Every key and value is read once, by all heads of its group and all new tokens together.
+    """
+    num_keys = shape.B * shape.S if num_keys is None else num_keys
+    pairs = num_keys * shape.H * shape.T
+    cache_bytes = 2 * num_keys * shape.K * shape.D * shape.itemsize
+    return KernelWork(4.0 * pairs * shape.D, pairs, cache_bytes + 2 * _query_bytes(shape) + _row_bytes(shape))
 
 
 def _query_bytes(shape: AttentionShape) -> float:

@@ -69,3 +69,13 @@ def test_known_cases_on_an_h200():
     decode = predict(attention_decode(AttentionShape(B=64, T=1, S=8192, H=32, K=4, D=128)), H200)
     assert decode.bound == "memory"
     assert decode.seconds == pytest.approx(2 * 64 * 8192 * 4 * 128 * 2 / 4.24e12, rel=1e-2)
+
+
+def test_decode_of_unequal_rows_reads_the_keys_that_there_are():
+    shape = AttentionShape(B=3, T=2, S=40, H=8, K=2, D=16)
+    whole, part = attention_decode(shape), attention_decode(shape, num_keys=40 + 7 + 0)
+    assert attention_decode(shape, num_keys=120) == whole
+    q, k, v, out, lse = attention_tensors(shape)
+    assert whole.bytes == sum(x.nbytes for x in (q, k, v, out, lse))
+    assert whole.bytes - part.bytes == (k.nbytes + v.nbytes) * (120 - 47) / 120
+    assert part.flops == whole.flops * 47 / 120
