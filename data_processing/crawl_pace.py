@@ -11,20 +11,28 @@ from datetime import UTC
 from email.utils import parsedate_to_datetime
 
 
+class Stopped(Exception):
+    """The crawl ends while a thread waits for its turn."""
+
+
+def wait_for(event: threading.Event, seconds: float) -> None:
+    event.wait(seconds)
+
+
 @dataclass(frozen=True)
 class Clock:
-    """Seconds that only grow, seconds since 1970, and the way to let time pass."""
+    """Seconds that only grow, seconds since 1970, and the way to let time pass unless an event ends it."""
 
     now_s: Callable[[], float] = time.monotonic
     wall_s: Callable[[], float] = time.time
-    sleep: Callable[[float], None] = time.sleep
+    wait: Callable[[threading.Event, float], None] = wait_for
 
 
 class Pace:
-    """Spaces the requests of each host; safe for threads."""
+    """Spaces the requests of each host; safe for threads. Once `stopping` is set, nobody gets a turn."""
 
     def __init__(self, delay_s: float, clock: Clock):
-        self.delay_s, self.clock = delay_s, clock
+        self.delay_s, self.clock, self.stopping = delay_s, clock, threading.Event()
         self._next_s: dict[str, float] = {}
         self._delays_s: dict[str, float] = {}
         self._lock = threading.Lock()
@@ -40,13 +48,15 @@ class Pace:
             self._next_s[host] = max(self._next_s.get(host, 0.0), self.clock.now_s() + wait_s)
 
     def wait(self, host: str) -> None:
-        """Sleep until the host may be asked, and take that turn."""
+        """Sleep until the host may be asked, and take that turn. Raises Stopped."""
         with self._lock:
             now = self.clock.now_s()
             start = max(now, self._next_s.get(host, now))
             self._next_s[host] = start + self._delays_s.get(host, self.delay_s)
         if start > now:
-            self.clock.sleep(start - now)
+            self.clock.wait(self.stopping, start - now)
+        if self.stopping.is_set():
+            raise Stopped
 
 
 def retry_after_s(value: str, wall_s: float) -> float | None:

@@ -144,9 +144,9 @@ class FakeTime:
     def __init__(self):
         self.now, self.slept = 1000.0, []
         self._lock = threading.Lock()
-        self.clock = Clock(lambda: self.now, lambda: 1_700_000_000 + self.now, self.sleep)
+        self.clock = Clock(lambda: self.now, lambda: 1_700_000_000 + self.now, self.wait)
 
-    def sleep(self, seconds: float) -> None:
+    def wait(self, event: threading.Event, seconds: float) -> None:
         with self._lock:
             self.now += seconds
             self.slept.append(seconds)

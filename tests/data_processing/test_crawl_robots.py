@@ -1,8 +1,10 @@
 """robots.txt by RFC 9309 (its own examples among the cases), the pace of requests, Retry-After."""
 
+import threading
+
 import pytest
 
-from data_processing.crawl_pace import Clock, Pace, retry_after_s
+from data_processing.crawl_pace import Clock, Pace, Stopped, retry_after_s
 from data_processing.crawl_robots import ALLOW_ALL, FORBID_ALL, MAX_ROBOTS_BYTES, matches, parse_robots
 
 RFC_EXAMPLE = b"""
@@ -89,10 +91,10 @@ def test_wildcards_cannot_run_away():
 
 
 def fake_clock(times: list[float]) -> Clock:
-    def sleep(seconds: float) -> None:
+    def wait(event, seconds: float) -> None:
         times[0] += seconds
 
-    return Clock(now_s=lambda: times[0], wall_s=lambda: 1_700_000_000 + times[0], sleep=sleep)
+    return Clock(now_s=lambda: times[0], wall_s=lambda: 1_700_000_000 + times[0], wait=wait)
 
 
 def test_pace_spaces_the_requests_of_each_host():
@@ -113,6 +115,15 @@ def test_pace_spaces_the_requests_of_each_host():
     pace.set_delay("b", 0.1)
     pace.wait("b")
     assert times[0] == 166, "robots.txt may slow a crawl down, never speed it up"
+
+
+def test_a_stopped_crawl_wakes_who_waits():
+    pace = Pace(1000.0, Clock())
+    pace.wait("a")
+    thread = threading.Timer(0.05, pace.stopping.set)
+    thread.start()
+    with pytest.raises(Stopped):
+        pace.wait("a")
 
 
 def test_retry_after_in_seconds_and_as_a_date():
