@@ -16,6 +16,7 @@ from configs.errors import UserError
 from kernel.flash_attention_triton import DTYPES, HEAD_DIMS, is_traced, run_kernel_kind
 from kernel.flash_attention_triton_decode_kernels import merge_kernel, split_kernel
 from kernel.flash_attention_triton_launch import LOG2E, num_blocks, num_processors, padded_dim, precision
+from kernel.flash_attention_triton_tuning import Tuner, make_key, shared_tuner
 
 MIN_ROWS = 16  # of a tile of queries: the least that tl.dot takes
 MAX_ROWS = 64
@@ -175,6 +176,14 @@ def default_decode_config(q: Tensor) -> DecodeConfig:
     return DecodeConfig(max(16, min(128, 16384 // bytes_a_key)), 4, 3, 8)
 
 
+def choose_config(q: Tensor, cache: DecodeCache, call: DecodeCall, tuner: Tuner) -> DecodeConfig:
+    """The tuned configuration for this device, cache and amount of keys, or the default."""
+    (B, T, H, _), (page_size, K) = q.shape, cache.k.shape[1:3]
+    kind = "contiguous" if cache.table is None else f"pages of {page_size}"
+    key = make_key("decode", q, f"{kind}, rows of {row_tile(T * H // K, MIN_ROWS)}", B * call.max_length)
+    return tuner.choose(key, default_decode_config(q), lambda config: run_decode(q, cache, call, config))
+
+
 def row_tile(num_rows: int, min_rows: int) -> int:
     """Rows of a tile of queries for `num_rows` query heads of one kv head over all new tokens."""
     return max(min_rows, min(MAX_ROWS, 1 << (num_rows - 1).bit_length()))
@@ -184,7 +193,7 @@ def run_decode(
     q: Tensor, cache: DecodeCache, call: DecodeCall, config: DecodeConfig | None = None
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of checked inputs: the chunks, then their merge."""
-    config = config or default_decode_config(q)
+    config = config or choose_config(q, cache, call, shared_tuner())
     (B, T, H, D), K = q.shape, cache.k.shape[2]
     block_m, block_d = row_tile(T * H // K, config.min_rows), padded_dim(D)
     side_by_side = K * num_blocks(T * H // K, block_m)

@@ -14,3 +14,5 @@ MEMORY_RATIO = 0.10
 INITIAL_LOSS = 0.02
 # One rounding to bfloat16 (8 bits of mantissa): of a float32 result, the relative error is at most this.
 BF16_ROUNDING = 2.0**-8
+# Two tile shapes of one float16 kernel: probabilities and result are each rounded at 2^-11, twice.
+FP16_TILES = 2.0**-9
