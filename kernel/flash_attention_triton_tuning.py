@@ -3,8 +3,8 @@
 A choice belongs to a device, a pass, a head_dim, a dtype, a kind of mask and a length (a power of two). Looking one up
 is all that an ordinary call does; without a choice it takes the table of default_config. Timing happens only inside
 `with shared_tuner().timing():`, and never while torch.compile traces or a CUDA graph is captured. Ranks that timed for
-themselves could differ: tune in one process (`python -m bench_mark.bench_mark_flash_attention_tune`), and all ranks read
-the same file. Another tile adds in another order, so results are equal to the last bit only beside the same file.
+themselves could differ: tune in one process (`python -m bench_mark.bench_mark_flash_attention_tune`), and all ranks
+read the same file. Another tile adds in another order: results are equal to the last bit only beside the same file.
 """
 
 import json
