@@ -33,8 +33,7 @@ from llm.hardware_allocator import keep_freed_memory
 from llm.loss import CrossEntropyLoss
 from llm.metrics import comparison_rows, mfu
 from llm.metrics_memory import PeakMemory, held_tensors
-from llm.optimizer import build_optimizer
-from llm.parallelize import apply_compile, make_forward_loss
+from llm.parallelize import make_forward_loss, parallelize
 from llm.schedule import ScheduleConfig
 from llm.training_step import TrainingStep
 from llm.transformer import Transformer
@@ -102,16 +101,15 @@ def our_contestant(work: Workload, mesh: Mesh, token_ids: Tensor) -> Contestant:
     initialise(model, seed=0)
     model.to(mesh.device)
     config = train_config(work)
-    optimizer = build_optimizer(model.named_parameters(), config.optimizer)
-    forward_loss = make_forward_loss(model, CrossEntropyLoss(), apply_compile(model, work.compile, mesh.device))
-    training_step = TrainingStep(config, mesh, model, optimizer, forward_loss)
+    parts = parallelize(model, config, mesh)
+    training_step = TrainingStep(config, mesh, parts, make_forward_loss(model, CrossEntropyLoss(), parts.compile))
     batch = Batch(token_ids[:, :-1].contiguous(), token_ids[:, 1:].contiguous(), work.tokens)
 
     def step() -> Tensor:
         result = training_step.run(0, [batch])
         return result.loss_sum / result.num_targets
 
-    return Contestant("mew", step, lambda: [*held_tensors(model, optimizer), batch.token_ids, batch.targets])
+    return Contestant("mew", step, lambda: [*held_tensors(model, parts.optimizer), batch.token_ids, batch.targets])
 
 
 def plain_contestant(work: Workload, mesh: Mesh, token_ids: Tensor) -> Contestant:

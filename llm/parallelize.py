@@ -1,19 +1,25 @@
 """The only place that knows both the model and the strategies applied to it, from outside, in one fixed order.
 
-Today: compile, then data parallelism. Later strategies find their place in DESIGN's order: convert, pp, tp + sp, ep,
-cp, activation checkpointing, compile, then fsdp or ddp. Each keeps parameter names.
+The order is: convert, pp, tp + sp, ep, cp, activation checkpointing, compile, then fsdp or ddp; what is not there yet
+is refused. Each keeps parameter names.
 """
 
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from configs.errors import UserError
+from llm.args import ParallelConfig, TrainConfig
 from llm.data_loader import Batch
 from llm.loss import CrossEntropyLoss, LossSums
+from llm.optimizer import build_optimizer
+from llm.parallelize_strategy import Strategy
 from llm.transformer_context import make_context
-from parallel.ddp import broadcast_parameters
+from parallel.ddp import DataParallel, DdpSettings
 from parallel.mesh import Mesh
 
 ForwardLoss = Callable[[Batch], LossSums]
@@ -47,7 +53,36 @@ def make_forward_loss(model: nn.Module, loss: CrossEntropyLoss, compile_mode: st
     return lambda batch: compiled(batch.token_ids, batch.targets, batch.token_positions, batch.doc_ids)
 
 
-def apply_data_parallel(model: nn.Module, mesh: Mesh) -> nn.Module:
-    """Start every rank from the same weights; gradients are synchronised by the training step."""
-    broadcast_parameters(model, mesh)
-    return model
+@dataclass
+class Parallelized:
+    """A model with every strategy applied, and what a training step needs beside it."""
+
+    model: nn.Module
+    optimizer: Any  # step(), zero_grad(), param_groups, state: a MixedOptimizer or one over shards
+    strategy: Strategy
+    compile: str  # the mode in force
+
+
+def parallelize(model: nn.Module, config: TrainConfig, mesh: Mesh) -> Parallelized:
+    """Apply what the config asks for to a model with its initial weights; UserError for what is not there."""
+    refuse_unknown(config.parallel)
+    compile_mode = apply_compile(model, config.compile, mesh.device)
+    strategy = apply_data_strategy(model, config, mesh)
+    optimizer = strategy.shard_optimizer(build_optimizer(model.named_parameters(), config.optimizer))
+    return Parallelized(model, optimizer, strategy, compile_mode)
+
+
+def refuse_unknown(config: ParallelConfig) -> None:
+    for name in ("pp", "cp", "tp", "ep"):
+        if getattr(config, name) > 1:
+            raise UserError(f"parallel.{name}={getattr(config, name)} is not implemented yet; use parallel.{name}=1")
+
+
+def apply_data_strategy(model: nn.Module, config: TrainConfig, mesh: Mesh) -> Strategy:
+    """DDP for zero=0, ZeRO-1, or FSDP for zero=2 and 3; on a single rank that is not forced, DDP that does nothing."""
+    parallel = config.parallel
+    reduce_dtype = None if parallel.reduce_dtype is None else getattr(torch, parallel.reduce_dtype)
+    bucket_bytes, first_bytes = (int(mb * 2**20) for mb in (parallel.bucket_mb, parallel.first_bucket_mb))
+    if parallel.zero == 0 or not mesh.is_active("dp_cp"):
+        return DataParallel(model, mesh, DdpSettings(parallel.ddp_mode, bucket_bytes, first_bytes, reduce_dtype))
+    raise UserError(f"parallel.zero={parallel.zero} is not implemented yet; use parallel.zero=0")

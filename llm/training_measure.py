@@ -62,7 +62,7 @@ def log_step(trainer: Trainer, result: StepResult) -> str:
     """Write the line of metrics.jsonl for the step just done; returns a short status."""
     config, window = trainer.config, trainer.throughput.read()
     sums = torch.stack((result.loss_sum, result.z_loss_sum))
-    all_reduce_sum(sums, trainer.mesh)
+    all_reduce_sum(sums, trainer.mesh, "dp_cp")
     loss, z_loss = (sums / max(result.num_targets, 1)).tolist()
     flops = train_flops_per_token(config.model, config.data.seq_len)
     peak = trainer.hardware.peak_flops(config.dtype)

@@ -21,8 +21,8 @@ from llm.hardware import Hardware, detect_hardware
 from llm.hardware_allocator import keep_freed_memory
 from llm.loss import CrossEntropyLoss
 from llm.metrics import Throughput
-from llm.optimizer import MixedOptimizer, build_optimizer
-from llm.parallelize import apply_compile, apply_data_parallel, make_forward_loss
+from llm.optimizer import MixedOptimizer
+from llm.parallelize import Parallelized, make_forward_loss, parallelize
 from llm.training_record import Record
 from llm.training_step import StepResult, TrainingStep
 from llm.transformer import Transformer
@@ -129,9 +129,9 @@ def set_up(config: TrainConfig, mesh: Mesh) -> Trainer:
     tokenizer = Tokenizer.load(config.data.tokenizer)
     config = resolve(config, tokenizer, mesh)
     loader, validation = open_data(config, tokenizer, mesh)
-    model = build_model(config, mesh)
-    optimizer = build_optimizer(model.named_parameters(), config.optimizer)
-    forward_loss = make_forward_loss(model, CrossEntropyLoss(z_loss=config.z_loss), config.compile)
+    parts = build_model(config, mesh)
+    config.compile = parts.compile
+    forward_loss = make_forward_loss(parts.model, CrossEntropyLoss(z_loss=config.z_loss), config.compile)
     run_dir = RunDir(f"{config.runs_dir}/{config.name}")
     trainer = Trainer(
         config=config,
@@ -140,12 +140,13 @@ def set_up(config: TrainConfig, mesh: Mesh) -> Trainer:
         tokenizer=tokenizer,
         loader=loader,
         validation=validation,
-        model=model,
-        optimizer=optimizer,
-        training_step=TrainingStep(config, mesh, model, optimizer, forward_loss),
+        model=parts.model,
+        optimizer=parts.optimizer,
+        training_step=TrainingStep(config, mesh, parts, forward_loss),
         run_dir=run_dir,
         record=Record(run_dir, config, mesh.is_main),
         throughput=Throughput(mesh.device),
+        sharding=parts.strategy if config.parallel.zero and mesh.is_active("dp_cp") else None,
     )
     trainer.resume()
     return trainer
@@ -178,12 +179,11 @@ def open_data(config: TrainConfig, tokenizer: Tokenizer, mesh: Mesh) -> tuple[Ba
     return loader, validation
 
 
-def build_model(config: TrainConfig, mesh: Mesh) -> Transformer:
-    """The model with its initial weights, on the device, with the strategies applied."""
+def build_model(config: TrainConfig, mesh: Mesh) -> Parallelized:
+    """The model with its initial weights, on the device, with the strategies and the optimizer applied."""
     if config.dtype == "bfloat16":
         torch.set_float32_matmul_precision("high")  # what is left in float32 may use TF32 tensor cores
     model = Transformer(config.model)
     initialise(model, config.seed)
     model.to(mesh.device)
-    config.compile = apply_compile(model, config.compile, mesh.device)
-    return apply_data_parallel(model, mesh)
+    return parallelize(model, config, mesh)

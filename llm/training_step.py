@@ -8,18 +8,17 @@ ranks and micro-batches and never averaged.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import nn
 
 from configs.errors import UserError
 from llm.args import TrainConfig
 from llm.data_loader import Batch
-from llm.optimizer import gradient_norm, scale_gradients, set_learning_rate
+from llm.loss import IGNORE_INDEX
+from llm.optimizer import scale_gradients, set_learning_rate
+from llm.parallelize import Parallelized
 from llm.schedule import learning_rate_factor
-from parallel.collectives import all_reduce_sum
-from parallel.ddp import synchronise_gradients
+from parallel.collectives import all_gather
 from parallel.mesh import Mesh
 
 MAX_BAD_STEPS = 10
@@ -40,36 +39,38 @@ class StepResult:
 class TrainingStep:
     """Holds what a step needs and runs it: `run(step, micro_batches, wants_stop)`."""
 
-    def __init__(self, config: TrainConfig, mesh: Mesh, model: nn.Module, optimizer: Any, forward_loss: Callable):
+    def __init__(self, config: TrainConfig, mesh: Mesh, parallelized: Parallelized, forward_loss: Callable):
         self.config, self.mesh = config, mesh
-        self.parameters = list(model.parameters())
-        self.optimizer, self.forward_loss = optimizer, forward_loss
+        self.strategy, self.optimizer = parallelized.strategy, parallelized.optimizer
+        self.forward_loss = forward_loss
         self.autocast_dtype = torch.bfloat16 if config.dtype == "bfloat16" else None
         self.bad_steps = 0
 
-    def agree(self, micro_batches: list[Batch], wants_stop: bool) -> tuple[int, bool]:
-        """The global number of target tokens, and whether any rank wants to stop: one small all-reduce."""
-        num_targets = sum(batch.num_targets for batch in micro_batches)
-        if self.mesh.world_size == 1:
-            return num_targets, wants_stop
-        agreed = torch.tensor([num_targets, int(wants_stop)])  # on the host: it does not wait for the device
-        total, stops = all_reduce_sum(agreed, self.mesh).tolist()
-        return total, stops > 0
+    def agree(self, micro_batches: list[Batch], wants_stop: bool) -> tuple[int, bool, int]:
+        """The global number of target tokens, whether any rank wants to stop, and the most micro-batches of a rank."""
+        own = [sum(batch.num_targets for batch in micro_batches), int(wants_stop), len(micro_batches)]
+        # On the host: it does not wait for the device. One small message a step.
+        num_targets, stops, counts = all_gather(torch.tensor(own), self.mesh, "dp_cp").unbind(1)
+        return int(num_targets.sum()), bool(stops.any()), int(counts.max())
 
     def run(self, step: int, micro_batches: list[Batch], wants_stop: bool = False) -> StepResult | None:
-        """Take optimizer step number `step`, counted from 0; None, with nothing changed, when a rank wants to stop."""
-        num_targets, stop = self.agree(micro_batches, wants_stop)
+        """Take optimizer step number `step`, counted from 0; None, with nothing changed, when a rank wants to stop.
+
+        A rank may have fewer micro-batches than others, or none.
+        """
+        num_targets, stop, most = self.agree(micro_batches, wants_stop)
         if stop:
             return None
-        loss_sum, z_loss_sum = self.accumulate_gradients(micro_batches, num_targets)
-        synchronise_gradients(self.parameters, self.mesh)
-        norm = gradient_norm(self.parameters)
+        padding = [without_targets(self.config.data.seq_len)] * (most - len(micro_batches))
+        loss_sum, z_loss_sum = self.accumulate_gradients(micro_batches + padding, num_targets)
+        self.strategy.finish_gradients()
+        norm = self.strategy.gradient_norm()
         finite = math.isfinite(norm.item())
         factor = learning_rate_factor(step, self.config.schedule, self.config.max_steps)
         set_learning_rate(self.optimizer, factor)
         if finite:
             if self.config.optimizer.clip_norm is not None:
-                scale_gradients(self.parameters, norm, self.config.optimizer.clip_norm)
+                scale_gradients(self.strategy.parameters, norm, self.config.optimizer.clip_norm)
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.count_bad_step(finite, step)
@@ -80,7 +81,8 @@ class TrainingStep:
         """Forward and backward of each micro-batch; gradients add up to this rank's share of the global mean."""
         device = self.mesh.device
         loss_sum, z_loss_sum = torch.zeros(2, device=device)
-        for batch in micro_batches:
+        for index, batch in enumerate(micro_batches):
+            self.strategy.begin_micro_batch(last=index == len(micro_batches) - 1)
             batch = batch.to(device)
             with torch.autocast(device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None):
                 sums = self.forward_loss(batch)
@@ -96,3 +98,9 @@ class TrainingStep:
                 f"the gradient was not finite for {self.bad_steps} steps up to step {step + 1}; "
                 f"lower optimizer.lr={self.config.optimizer.lr} or raise schedule.warmup_steps and resume"
             )
+
+
+def without_targets(seq_len: int) -> Batch:
+    """A micro-batch that adds nothing, for a rank that has run out: strategies want as many passes on every rank."""
+    token_ids = torch.zeros(1, seq_len, dtype=torch.int64)
+    return Batch(token_ids, torch.full_like(token_ids, IGNORE_INDEX), num_targets=0)

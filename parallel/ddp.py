@@ -1,20 +1,170 @@
-"""Plain data parallelism: every rank holds the whole model, and gradients are summed once after backward.
+"""Data parallelism (Li et al. 2020): every rank holds the whole model, and gradients are summed over the ranks.
 
-No buckets and no overlap: the baseline that everything faster must equal. Sums, not means: each rank's loss is already
-divided by the number of target tokens of the global batch, so the sum over ranks is the gradient of that batch however
-unevenly its targets are spread.
+Sums, not means: each rank's loss is already divided by the number of target tokens of the global batch, so the sum over
+ranks is the gradient of that batch however unevenly its targets are spread. "bucketed" starts a bucket's reduction in
+backward as soon as its gradients are there (ddp_buckets); "naive" sends each parameter's gradient on its own after
+backward, the baseline that shows what buckets and overlap are worth. A gradient missing on one rank counts as zero, one
+missing on all ranks stays missing.
+
+What differs from torch's: the model is not wrapped, so names and forward stay; sums; presence travels in the buckets.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from configs.errors import UserError, check_choice
+from parallel.clipping import gradient_norm
 from parallel.collectives import all_reduce_sum, broadcast
+from parallel.ddp_buckets import Bucket, plan_buckets
 from parallel.mesh import Mesh
 
-MODES = ("flat", "per_parameter")
+MODES = ("bucketed", "naive")
+
+
+@dataclass(frozen=True)
+class DdpSettings:
+    """How gradients travel; `reduce_dtype` None sends each in its own dtype."""
+
+    mode: str = "bucketed"
+    bucket_bytes: int = 25 << 20
+    first_bucket_bytes: int = 1 << 20
+    reduce_dtype: torch.dtype | None = None
+    axis: str = "dp_cp"
+
+    def __post_init__(self) -> None:
+        check_choice("parallel.ddp_mode", self.mode, MODES)
+
+
+class DataParallel:
+    """Keeps the gradients of `model` equal on all ranks of the axis; the model itself is left as it is.
+
+    Before each forward pass `begin_micro_batch(last)`, after the last backward pass `finish_gradients()`. Parameters
+    and buffers are those of the axis' first rank from the start. Raises UserError when the model's parameters have
+    changed since. Along an axis without a group nothing happens at all.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh, settings: DdpSettings | None = None):
+        self.model, self.mesh, self.settings = model, mesh, settings or DdpSettings()
+        broadcast_parameters(model, mesh, self.settings.axis)
+        self.named = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        self.parameters = list(self.named.values())
+        self.description = describe(model)
+        self.is_active = mesh.is_active(self.settings.axis)
+        self.buckets = self.make_buckets() if self.is_active and self.settings.mode == "bucketed" else []
+        self.next_bucket = 0  # the first one not sent yet: buckets go out in one order on all ranks
+        self.sending = True
+        self.hooks = [
+            param.register_post_accumulate_grad_hook(self.make_hook(bucket))
+            for bucket in self.buckets
+            for param in bucket.params
+        ]
+
+    def make_buckets(self) -> list[Bucket]:
+        settings, names, params = self.settings, list(self.named), self.parameters
+        sizes = [(param.numel() * param.element_size(), f"{param.dtype}/{param.device}") for param in params]
+        return [
+            Bucket(
+                [params[index] for index in members],
+                [names[index] for index in members],
+                settings.reduce_dtype or params[members[0]].dtype,
+            )
+            for members in plan_buckets(sizes, settings.first_bucket_bytes, settings.bucket_bytes)
+        ]
+
+    def make_hook(self, bucket: Bucket) -> Callable[[Tensor], None]:
+        def gradient_is_there(param: Tensor) -> None:
+            if not self.sending:
+                return
+            assert bucket.buffer is None, (
+                f"a gradient of {bucket.names[0]}'s bucket came after it was sent: run all but the last backward pass "
+                f"of a step in no_sync(), and call finish_gradients() each step"
+            )
+            bucket.waiting -= 1
+            while self.next_bucket < len(self.buckets) and self.buckets[self.next_bucket].waiting <= 0:
+                self.send_next()
+
+        return gradient_is_there
+
+    def send_next(self) -> None:
+        self.buckets[self.next_bucket].launch(self.mesh, self.settings.axis)
+        self.next_bucket += 1
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes in here only add up gradients on this rank."""
+        before, self.sending = self.sending, False
+        try:
+            yield
+        finally:
+            self.sending = before
+
+    def begin_micro_batch(self, last: bool) -> None:
+        """To be called before each forward pass; gradients are sent in the backward pass of the last one."""
+        self.sending = last
+
+    def finish_gradients(self) -> None:
+        """After a step's last backward pass: every gradient becomes its sum over the axis."""
+        if not self.is_active:
+            return
+        check_unchanged(self.model, self.description)
+        if self.settings.mode == "naive":
+            synchronise_gradients(self.parameters, self.mesh, self.settings.axis)
+            return
+        while self.next_bucket < len(self.buckets):  # with parameters that took no part, or no micro-batch here at all
+            self.send_next()
+        for bucket in self.buckets:
+            bucket.finish()
+        self.next_bucket, self.sending = 0, True
+
+    def gradient_norm(self) -> Tensor:
+        """The L2 norm of the whole gradient, which every rank holds."""
+        return gradient_norm(self.parameters)
+
+    def shard_optimizer(self, optimizer: Any) -> Any:
+        """The optimizer as it is: every rank takes the whole step."""
+        return optimizer
+
+    def full_gradients(self) -> dict[str, Tensor | None]:
+        return {name: param.grad for name, param in self.named.items()}
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        return {name: param.detach() for name, param in self.named.items()}
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """The full parameters, which are always there."""
+        yield
+
+    def remove(self) -> None:
+        """Take the hooks off: the model is as it was before."""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks = []
+
+
+def describe(model: nn.Module) -> dict[str, tuple[int, torch.Size, torch.dtype, torch.device, bool]]:
+    """What must stay as it is while gradients are synchronised by hooks on the parameters."""
+    return {
+        name: (id(param), param.shape, param.dtype, param.device, param.requires_grad)
+        for name, param in model.named_parameters()
+    }
+
+
+def check_unchanged(model: nn.Module, description: dict[str, tuple]) -> None:
+    """UserError that names the first parameter added, removed, replaced, frozen, moved or cast since `description`."""
+    now = describe(model)
+    if now == description:
+        return
+    changed = sorted(name for name in now.keys() | description.keys() if now.get(name) != description.get(name))
+    raise UserError(
+        f"parameter {changed[0]!r} was added, removed, replaced, frozen, moved or cast after data parallelism was "
+        f"applied ({len(changed)} changed); change the model first, then apply it"
+    )
 
 
 def broadcast_parameters(model: nn.Module, mesh: Mesh, axis: str = "dp") -> None:
@@ -24,37 +174,17 @@ def broadcast_parameters(model: nn.Module, mesh: Mesh, axis: str = "dp") -> None
 
 
 @torch.no_grad()
-def synchronise_gradients(parameters: Iterable[nn.Parameter], mesh: Mesh, axis: str = "dp", mode: str = "flat") -> None:
+def synchronise_gradients(parameters: Iterable[nn.Parameter], mesh: Mesh, axis: str = "dp") -> None:
     """Replace every gradient by its sum over the ranks of the axis; call it once, after the last backward pass.
 
-    "flat" copies the gradients of each dtype into one buffer, one reduction each; "per_parameter" sends each on its own
-    and copies nothing. A gradient missing on one rank counts as zero; one missing on all ranks stays missing.
+    Each is sent on its own, after one small message that says which ranks have which.
     """
-    assert mode in MODES, f"mode={mode!r}, known {MODES}"
-    if mesh.size(axis) == 1:
+    if not mesh.is_active(axis):
         return
     parameters = [param for param in parameters if param.requires_grad]
     present = torch.tensor([param.grad is not None for param in parameters], dtype=torch.int32)  # on the host: no sync
     present = all_reduce_sum(present, mesh, axis).tolist()
-    gradients = []
     for param, count in zip(parameters, present, strict=True):
-        if count and param.grad is None:
-            param.grad = torch.zeros_like(param)
         if count:
-            gradients.append(param.grad)
-    if mode == "per_parameter":
-        for gradient in gradients:
-            all_reduce_sum(gradient, mesh, axis)
-    else:
-        all_reduce_flat(gradients, mesh, axis)
-
-
-def all_reduce_flat(tensors: list[Tensor], mesh: Mesh, axis: str) -> None:
-    """Sum tensors over the axis through one flat buffer a dtype."""
-    by_dtype = defaultdict(list)
-    for tensor in tensors:
-        by_dtype[tensor.dtype].append(tensor)
-    for same in by_dtype.values():
-        buffer = all_reduce_sum(torch.cat([tensor.reshape(-1) for tensor in same]), mesh, axis)
-        pieces = buffer.split([tensor.numel() for tensor in same])
-        torch._foreach_copy_(same, [piece.view(tensor.shape) for piece, tensor in zip(pieces, same, strict=True)])
+            param.grad = param.grad if param.grad is not None else torch.zeros_like(param)
+            all_reduce_sum(param.grad, mesh, axis)

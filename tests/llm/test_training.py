@@ -145,7 +145,8 @@ def test_two_ranks_under_torchrun_train_as_one(overrides, tmp_path):
     lines = read_jsonl(tmp_path / "two" / "comm.jsonl")
     gradients = sum(line["bytes"] for line in lines if line["step"] == 3 and line["dtype"] == "float32")
     parameters = json.loads((tmp_path / "two" / "report.json").read_text())["predicted"]["parameters"]
-    assert gradients == 4 * parameters + 2 * 4, "one flat gradient, and the two logged loss sums"
+    tensors = 2 + 2 * 9  # embedding (tied) and last norm; two norms and seven matrices a block
+    assert gradients == 4 * (parameters + tensors) + 2 * 4, "buckets with their flags, and the two logged loss sums"
 
 
 def test_sigterm_saves_and_exits_with_zero(overrides, tmp_path):
