@@ -193,8 +193,9 @@ def check_update(
         for name, tensor in names.items():
             if not tensor.is_contiguous():
                 raise UserError(f"adamw: {name} with strides {tensor.stride()} must be contiguous; call .contiguous()")
-        if row[0].dtype != params[0].dtype or row[1].dtype != gradients[0].dtype:
-            raise UserError(f"adamw: {row[0].dtype} beside {params[0].dtype}; update each dtype by a call of its own")
+        kinds, expected = (row[0].dtype, row[1].dtype), (params[0].dtype, gradients[0].dtype)
+        if kinds != expected:
+            raise UserError(f"adamw: parameter and gradient of {kinds} beside {expected}; update each by its own call")
         if row[2].dtype != torch.float32 or row[3].dtype != torch.float32:
             raise UserError(f"adamw: states of {row[2].dtype} and {row[3].dtype} must be float32; convert them")
     if scale is not None and (scale.dtype != torch.float32 or scale.numel() != 1):

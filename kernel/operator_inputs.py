@@ -22,7 +22,6 @@ def is_traced(x: Tensor) -> bool:
     return torch.compiler.is_compiling() or type(x) not in (Tensor, Parameter) or _len_torch_dispatch_stack() > 0
 
 
-@cache
 def is_interpreted(kernel: Any) -> bool:
     """Whether Triton's interpreter runs this kernel, on CPU tensors (TRITON_INTERPRET=1 when it was imported)."""
     return type(kernel).__name__ == "InterpretedFunction"
@@ -36,8 +35,9 @@ def check_tensors(operation: str, kernel: Any, **tensors: Tensor | None) -> None
         places = ", ".join(f"{name} on {x.device}" for name, x in given.items())
         raise UserError(f"{operation}: {places} must lie on one device; move them together")
     if not (next(iter(devices)).type == "cuda" or is_interpreted(kernel)):
+        place = devices.pop()
         raise UserError(
-            f"{operation} needs a CUDA device, got {devices.pop()}; use kernels.fused=false, or TRITON_INTERPRET=1 to test"
+            f"{operation} needs a CUDA device, not {place}; use kernels.fused=false (or TRITON_INTERPRET=1)"
         )
     for name, x in given.items():
         if x.dtype not in FLOAT_DTYPES:

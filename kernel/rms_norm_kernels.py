@@ -80,7 +80,7 @@ def backward_kernel(
     next_x = tl.load(stream_ptr + offs_n[:, None] * stride_s + offs_c[None, :], mask=inside, other=0.0)
     next_dy = tl.load(dnormed_ptr + offs_n[:, None] * stride_n + offs_c[None, :], mask=inside, other=0.0)
     next_rstd = tl.load(rstd_ptr + offs_n, mask=offs_n < N, other=0.0)
-    for first in range(program * ROWS, N, programs * ROWS):
+    for _first in range(program * ROWS, N, programs * ROWS):
         x, dy, rstd = next_x.to(tl.float32), next_dy.to(tl.float32), next_rstd
         rows, valid = offs_n, inside
         if HAS_DSTREAM:

@@ -1,0 +1,35 @@
+"""What the tests of the fused operations share: errors against float64, ours beside PyTorch's in the same precision."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from tests.tolerances import PEER_ERROR
+
+Operation = Callable[..., tuple[Tensor, ...]]
+INTERPRETED = not torch.cuda.is_available()
+DEVICE = "cpu" if INTERPRETED else "cuda"
+
+
+def relative_error(x: Tensor, exact: Tensor) -> float:
+    assert x.shape == exact.shape, f"{x.shape} for {exact.shape}"
+    return ((x.double() - exact).norm() / exact.norm().clamp_min(1e-30)).item()
+
+
+def results_and_gradients(operation: Operation, inputs: Sequence[Tensor], upstream: Sequence[Tensor]) -> list[Tensor]:
+    """The operation's outputs and the gradients of its inputs, all detached; the inputs are copied first."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    outputs = operation(*leaves)
+    upstream = [g.to(out.dtype) for g, out in zip(upstream, outputs, strict=True)]
+    return [x.detach() for x in (*outputs, *torch.autograd.grad(outputs, leaves, upstream))]
+
+
+def check_against_float64(ours: Operation, reference: Operation, inputs: Sequence[Tensor], upstream: Sequence[Tensor]):
+    """Each result's error against the reference in float64 is at most PEER_ERROR times that of the reference itself."""
+    mine, theirs = (results_and_gradients(operation, inputs, upstream) for operation in (ours, reference))
+    exact = results_and_gradients(reference, [x.double() for x in inputs], [g.double() for g in upstream])
+    for index, (a, b, x) in enumerate(zip(mine, theirs, exact, strict=True)):
+        assert a.dtype == b.dtype and a.is_contiguous(), f"result {index}: {a.dtype} for {b.dtype}"
+        bound = PEER_ERROR * max(relative_error(b, x), torch.finfo(a.dtype).eps / 2)  # one rounding is nobody's fault
+        assert relative_error(a, x) <= bound, f"result {index}: {relative_error(a, x):.2e} above {bound:.2e}"
