@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from parallel.ddp import check_unchanged, describe
 from parallel.fsdp_units import GATHERED, FsdpUnit
 from parallel.sharded_checkpoint_pieces import Piece, whole
 from parallel.sharded_optimizer_matrices import share_matrices
@@ -61,6 +62,7 @@ class Fsdp:
         self.is_pinned = False  # inside `gathered`
         self.reducing: tuple[FsdpUnit, bool] | None = None  # and whether this was the last micro-batch
         self.replicating: list[Any] = []
+        self.description = describe(model)
         self.install_hooks(modules)
 
     def install_hooks(self, modules: list[nn.Module]) -> None:
@@ -163,15 +165,13 @@ class Fsdp:
     @torch.no_grad()
     def finish_gradients(self) -> None:
         """Wait for the sums; every shard's `.grad` is then its part, or None where no rank had a gradient."""
+        check_unchanged(self.model, self.description)
         self.close_micro_batch()
         present = {}
         for unit in self.all_units:
             present |= {s.name: flag for s, flag in zip(unit.trainable_shards(), unit.present, strict=True)}
         flags = [present[shard.name] for shard in self.shards]
-        agree_on_gradients(self.shards, flags, self.mesh, self.settings.shard_axis)
-        if self.mesh.is_active(self.settings.replicate_axis):
-            flags = [shard.has_gradient for shard in self.shards]
-            agree_on_gradients(self.shards, flags, self.mesh, self.settings.replicate_axis)
+        agree_on_gradients(self.shards, flags, self.mesh, (self.axis, self.settings.replicate_axis))
         self.finish_reduce()
         for pending in self.replicating:
             pending.wait()

@@ -5,6 +5,8 @@ bucket and gathers the updated parameters, the gather of one bucket beside the s
 rank's loss is already divided by the number of target tokens of the global batch.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from configs.errors import check_positive
-from parallel.collectives import broadcast, start_all_gather, start_reduce_scatter
+from parallel.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
 from parallel.collectives_pending import Pending
+from parallel.ddp import broadcast_parameters, check_unchanged, describe
 from parallel.mesh import Mesh
 from parallel.sharded_checkpoint_pieces import Piece, whole
 from parallel.sharded_optimizer_buckets import Bucket, plan_buckets
@@ -37,6 +40,8 @@ class Zero1Settings:
     bucket_bytes: int = 25 * 2**20
     first_bucket_bytes: int = 2**20  # small, so that communication starts early in backward
     reduce_dtype: torch.dtype | None = None
+    shard_axis: str = "dp_shard_cp"  # the ranks that share one optimizer state
+    replicate_axis: str = "dp_replicate"  # the ranks that hold the same part of it
 
     def __post_init__(self) -> None:
         check_positive(bucket_bytes=self.bucket_bytes, first_bucket_bytes=self.first_bucket_bytes)
@@ -49,12 +54,12 @@ class Zero1:
     `parameters` hold the summed gradient. Between the micro-batches of a step nothing is sent.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh, settings: Zero1Settings, axis: str = "dp"):
-        self.model, self.mesh, self.settings, self.axis = model, mesh, settings, axis
-        for tensor in [*model.parameters(), *model.buffers()]:
-            broadcast(tensor, mesh, axis)
+    def __init__(self, model: nn.Module, mesh: Mesh, settings: Zero1Settings = Zero1Settings()):
+        self.model, self.mesh, self.settings, self.axis = model, mesh, settings, settings.shard_axis
+        for axis in (settings.shard_axis, settings.replicate_axis):
+            broadcast_parameters(model, mesh, axis)
         named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-        ranks, rank = mesh.size(axis), mesh.rank_in(axis)
+        ranks, rank = mesh.size(self.axis), mesh.rank_in(self.axis)
         plans = plan_buckets(reversed(named), ranks, settings.bucket_bytes, settings.first_bucket_bytes)
         params = dict(named)
         self.buckets = [Bucket(plan, [params[name] for name in plan.names], ranks, rank) for plan in plans]
@@ -64,6 +69,8 @@ class Zero1:
         self.sending = False  # in the backward pass of the last micro-batch
         self.next_bucket = 0  # buckets are sent in order on every rank, whatever order they are filled in
         self.pending: list[tuple[Bucket, Pending]] = []
+        self.replicating: list[Pending] = []
+        self.description = describe(model)
         for bucket in self.buckets:
             for index, param in enumerate(bucket.params):
                 param.register_post_accumulate_grad_hook(self.make_hook(bucket, index))
@@ -111,17 +118,24 @@ class Zero1:
 
     def receive(self, bucket: Bucket, pending: Pending) -> None:
         bucket.own_gradient = pending.wait().to(bucket.plan.dtype)  # (share,)
+        replicas = self.settings.replicate_axis
+        if self.mesh.is_active(replicas):
+            self.replicating.append(start_all_reduce(bucket.own_gradient, self.mesh, replicas, stream="reduce"))
 
     @torch.no_grad()
     def finish_gradients(self) -> None:
         """Wait for the sums; every shard's `.grad` is then its part, or None where no rank had a gradient."""
+        check_unchanged(self.model, self.description)
         while self.next_bucket < len(self.buckets):  # some parameter of it had no gradient
             self.send(self.buckets[self.next_bucket])
         present = {name: flag for b in self.buckets for name, flag in zip(b.plan.names, b.present, strict=True)}
-        agree_on_gradients(self.shards, [present[shard.name] for shard in self.shards], self.mesh, self.axis)
+        axes = (self.axis, self.settings.replicate_axis)
+        agree_on_gradients(self.shards, [present[shard.name] for shard in self.shards], self.mesh, axes)
         for bucket, pending in self.pending:
             self.receive(bucket, pending)
-        self.pending, self.sending = [], False
+        for pending in self.replicating:
+            pending.wait()
+        self.pending, self.replicating, self.sending = [], [], False
         for bucket in self.buckets:
             for shard, place in zip(bucket.shards, bucket.own_places, strict=True):
                 shard.local.grad = bucket.own_gradient[place] if shard.has_gradient else None
@@ -138,22 +152,14 @@ class Zero1:
         use_shards(optimizer, {shard.name: shard for shard in self.shards})
         return ShardedOptimizer(optimizer, self)
 
-    def gathered(self) -> "Zero1":
-        """As a context manager: the full parameters, which are always there."""
-        return self
-
-    def __enter__(self) -> "Zero1":
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        pass
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """The full parameters, which are always there."""
+        yield
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Every trainable parameter in full."""
-        return {shard.name: param.detach() for shard, param in zip(self.shards, self.full_params(), strict=True)}
-
-    def full_params(self) -> list[nn.Parameter]:
-        return [param for param in self.model.parameters() if param.requires_grad]
+        return {name: param.detach() for name, param in self.model.named_parameters() if param.requires_grad}
 
     def full_gradients(self) -> dict[str, Tensor | None]:
         """Every gradient in full, gathered from the shards after `finish_gradients`; None where there is none."""
@@ -163,14 +169,19 @@ class Zero1:
 
     def pieces(self) -> list[Piece]:
         """Every parameter and persistent buffer, whole on every rank."""
-        replicas, replica = self.mesh.size(self.axis), self.mesh.rank_in(self.axis)
+        ranks, (replicas, replica) = self.mesh.size(self.axis), self.replicas()
+        everywhere = (replicas * ranks, replica * ranks + self.mesh.rank_in(self.axis))
         persistent = self.model.state_dict(keep_vars=True).keys()
         named = [*self.model.named_parameters(), *(x for x in self.model.named_buffers() if x[0] in persistent)]
-        return [whole(name, tensor.detach(), replicas, replica) for name, tensor in named]
+        return [whole(name, tensor.detach(), *everywhere) for name, tensor in named]
 
     def optimizer_pieces(self) -> list[Piece]:
         """What the optimizer updates here; each `local` is the key of its state."""
-        return [shard.optimizer_piece() for shard in self.shards if shard.local.numel()]
+        return [shard.optimizer_piece(*self.replicas()) for shard in self.shards if shard.local.numel()]
+
+    def replicas(self) -> tuple[int, int]:
+        axis = self.settings.replicate_axis
+        return self.mesh.size(axis), self.mesh.rank_in(axis)
 
 
 class ShardedOptimizer:
@@ -216,9 +227,9 @@ class ShardedOptimizer:
             param.grad = None
 
 
-def apply_zero1(model: nn.Module, mesh: Mesh, settings: Zero1Settings = Zero1Settings(), axis: str = "dp") -> Zero1:
+def apply_zero1(model: nn.Module, mesh: Mesh, settings: Zero1Settings = Zero1Settings()) -> Zero1:
     """Wrap a model for ZeRO-1: rank 0's values on every rank, parameters as views of flat buckets, hooks in place.
 
     Build the optimizer afterwards and pass it through `shard_optimizer`.
     """
-    return Zero1(model, mesh, settings, axis)
+    return Zero1(model, mesh, settings)

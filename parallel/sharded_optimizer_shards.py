@@ -50,16 +50,16 @@ class Shard:
         return Piece(self.name, self.shape, self.start, self.local, replicas, replica)
 
 
-def agree_on_gradients(shards: Iterable[Shard], present: Iterable[bool], mesh: Mesh, axis: str) -> None:
-    """Set `has_gradient` of each shard: whether any rank of the axis has one. A small all-reduce on the host.
+def agree_on_gradients(shards: list[Shard], present: list[bool], mesh: Mesh, axes: Iterable[str]) -> None:
+    """Set `has_gradient` of each shard: whether any rank of the axes has one. A small all-reduce an axis, on the host.
 
     A gradient missing on one rank counts as zero there; one missing on all ranks stays missing, and the optimizer
     leaves the parameter alone as it does on a single device.
     """
-    shards = list(shards)
-    counts = torch.tensor([int(flag) for flag in present], dtype=torch.int32)
-    counts = all_reduce(counts, mesh, axis, "sum").tolist()
-    for shard, count in zip(shards, counts, strict=True):
+    counts = torch.tensor(present, dtype=torch.int32)
+    for axis in axes:
+        counts = all_reduce(counts, mesh, axis, "sum")
+    for shard, count in zip(shards, counts.tolist(), strict=True):
         shard.has_gradient = count > 0
 
 
