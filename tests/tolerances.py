@@ -18,9 +18,7 @@ BF16_ROUNDING = 2.0**-8
 FP16_TILES = 2.0**-9
 # A fused operation's error against float64 as a multiple of that of PyTorch's own operation in the same precision.
 PEER_ERROR = 1.5
-# A 16-bit kernel against float64, as a share of the result's norm: probabilities and result are each rounded once, by at
-# most 2^-8 (bfloat16) or 2^-11 (float16); together at most twice that.
+# A 16-bit attention kernel against float64, as a share of the result's norm: probabilities and result are each rounded
+# once, by at most 2^-8 (bfloat16) or 2^-11 (float16); together at most twice that.
 KERNEL_BF16 = 2.0**-7
 KERNEL_FP16 = 2.0**-10
-# Our kernel's error against float64 over that of PyTorch's own kernel on the same inputs (the project's bound).
-KERNEL_ERROR_RATIO = 1.5
