@@ -1,0 +1,157 @@
+"""Step time when collectives overlap with computation: one device and one link, each doing its work in order.
+
+A step is a program of three instructions, as the host issues them: compute for so many seconds, start a message, wait
+for one. The link takes messages in the order in which they were started; what the device has to wait for is exposed.
+This is all the overlap there is: no contention for memory or multiprocessors is modelled, so a measured step is slower
+by what the collectives' kernels take from the computation beside them.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from parallel.cost_model_traffic import DataLayout, Message
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Seconds of one device without any communication, by stage (embedding, blocks, output) of one micro-batch."""
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]  # recomputation included
+    optimizer_s: float  # of this rank's part
+
+    @property
+    def micro_batch_s(self) -> float:
+        return sum(self.forward_s) + sum(self.backward_s)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step; exposed_s of the communication's seconds were not hidden behind computation."""
+
+    step_s: float
+    compute_s: float
+    communication_s: float
+
+    @property
+    def exposed_s(self) -> float:
+        return max(0.0, self.step_s - self.compute_s)
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """ "compute" for `seconds`, or "start" or "wait" for `message`."""
+
+    kind: str
+    seconds: float = 0.0
+    message: Message | None = None
+
+
+def step_time(
+    messages: list[Message], compute: Compute, layout: DataLayout, seconds_of: Callable[[Message], float]
+) -> StepTime:
+    """Run a step's program; `seconds_of` gives a message's time on an idle link (host messages are not timed)."""
+    now = link = busy = 0.0
+    computed = 0.0
+    ends: dict[int, float] = {}
+    for instruction in program(messages, compute, layout):
+        if instruction.kind == "compute":
+            now += instruction.seconds
+            computed += instruction.seconds
+        elif instruction.kind == "start":
+            seconds = seconds_of(instruction.message)
+            link = max(link, now) + seconds
+            busy += seconds
+            ends[id(instruction.message)] = link
+        else:
+            now = max(now, ends[id(instruction.message)])
+    return StepTime(now, computed, busy)
+
+
+def program(messages: list[Message], compute: Compute, layout: DataLayout) -> Iterator[Instruction]:
+    """The instructions of one step, in the order in which ddp, sharded_optimizer and fsdp issue them."""
+    sent = [message for message in messages if message.phase != "host"]
+    for micro_batch in range(layout.micro_batches):
+        of = [message for message in sent if message.micro_batch == micro_batch]
+        forward = [message for message in of if message.phase == "forward"]
+        backward = [message for message in of if message.phase == "backward"]
+        yield from forward_program(forward, compute)
+        if layout.is_fsdp:
+            yield from fsdp_backward_program(backward, compute)
+        elif layout.zero == 0 and not layout.bucketed:
+            yield from (work(seconds) for seconds in reversed(compute.backward_s))
+            yield from one_by_one(backward)
+        else:
+            # ZeRO-1 keeps two messages in flight, so that two buffers are enough; DDP waits for none before the end.
+            yield from bucket_program(backward, compute, limit=2 if layout.zero == 1 else len(backward))
+    yield from one_by_one(message for message in sent if message.phase == "matrices")
+    updates = [message for message in sent if message.phase == "optimizer"]
+    for message in updates:  # the gather of one bucket beside the update of the next
+        yield work(compute.optimizer_s / len(updates))
+        yield Instruction("start", message=message)
+    if not updates:
+        yield work(compute.optimizer_s)
+    yield from (Instruction("wait", message=message) for message in updates)
+
+
+def work(seconds: float) -> Instruction:
+    return Instruction("compute", seconds)
+
+
+def one_by_one(messages: Iterable[Message]) -> Iterator[Instruction]:
+    for message in messages:
+        yield Instruction("start", message=message)
+        yield Instruction("wait", message=message)
+
+
+def forward_program(gathers: list[Message], compute: Compute) -> Iterator[Instruction]:
+    """Each unit's gather is started when the unit before it begins to compute; the root's is waited for at once."""
+    root, blocks = gathers[:1], gathers[1:]
+    yield from one_by_one(root)
+    waiting = {message.stage: message for message in blocks}
+    yield from (Instruction("start", message=message) for message in blocks[:1])
+    for stage, seconds in enumerate(compute.forward_s):
+        if stage in waiting:
+            yield Instruction("wait", message=waiting[stage])
+            following = next((message for message in blocks if message.stage > stage), None)
+            if following is not None:
+                yield Instruction("start", message=following)
+        yield work(seconds)
+
+
+def bucket_program(messages: list[Message], compute: Compute, limit: int) -> Iterator[Instruction]:
+    """Backward with a bucket's reduction started once its last gradient is there, at most `limit` in flight."""
+    in_flight: list[Message] = []
+    remaining = list(messages)
+    for stage in reversed(range(len(compute.backward_s))):
+        yield work(compute.backward_s[stage])
+        while remaining and remaining[0].stage >= stage:
+            while len(in_flight) >= limit:
+                yield Instruction("wait", message=in_flight.pop(0))
+            yield Instruction("start", message=remaining[0])
+            in_flight.append(remaining.pop(0))
+    yield from (Instruction("wait", message=message) for message in in_flight)
+
+
+def fsdp_backward_program(messages: list[Message], compute: Compute) -> Iterator[Instruction]:
+    """Gathers one unit ahead of backward, a unit's reductions after it, one reduce-scatter in flight."""
+    gathers = [message for message in messages if message.op == "all_gather"]  # the last block's first
+    reductions = [message for message in messages if message.op != "all_gather"]
+    started, in_flight = 0, []
+    for stage in reversed(range(len(compute.backward_s))):
+        own = next((index for index, message in enumerate(gathers) if message.stage == stage), None)
+        if own is not None:
+            while started < len(gathers) and started <= own:  # nobody started the first one ahead of time
+                yield Instruction("start", message=gathers[started])
+                started += 1
+            yield Instruction("wait", message=gathers[own])
+            if started < len(gathers):
+                yield Instruction("start", message=gathers[started])
+                started += 1
+        yield work(compute.backward_s[stage])
+        for message in [message for message in reductions if message.stage == stage]:
+            if message.op.startswith("reduce_scatter"):
+                yield from (Instruction("wait", message=earlier) for earlier in in_flight[-1:])
+            yield Instruction("start", message=message)
+            in_flight.append(message)
+    yield from (Instruction("wait", message=message) for message in in_flight)
