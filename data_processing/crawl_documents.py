@@ -7,6 +7,7 @@ A commit belongs to crawl_state's database: it holds (shard, bytes), and whateve
 """
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from configs.errors import UserError
@@ -45,17 +46,19 @@ class DocumentLog:
         self._file.truncate(size)
         self.position = (shard, size)
 
-    def append(self, documents: list[Document]) -> None:
-        """Write documents through to the disk; they count once the new position is committed."""
-        shard, size = self.position
+    def append(self, documents: Iterable[Document]) -> int:
+        """Write documents through to the disk and return how many; they count once the new position is committed."""
+        (shard, size), number = self.position, 0
         for document in documents:
+            number += 1
             line = document_to_json(document)
             self._file.write(line)
             size += len(line)
-        if documents:
+        if number:
             self._file.flush()
             os.fsync(self._file.fileno())
         self.position = (shard, size)
+        return number
 
     def roll(self, force: bool = False) -> bool:
         """Finish the shard when it is full (or, with `force`, holds anything): to be called right after a commit."""

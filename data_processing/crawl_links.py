@@ -1,14 +1,17 @@
 """What a page says about where to go and what to keep: links, <base>, robots marks, and where its PDF lies.
 
-Parsed by resiliparse (lexbor), which builds the tree that a browser would, however broken or deeply nested the page.
+Parsed by resiliparse (lexbor), which builds the tree that a browser would, behind the guards of html_process: a page
+nested so deep that no parser should see it gives no links.
 """
 
 import re
 from dataclasses import dataclass, field
 
-from configs.errors import missing_extra
 from data_processing.crawl_page import Page
 from data_processing.crawl_url import TRACKING_PARAMETERS, normalise_url
+from data_processing.html_process import import_resiliparse
+from data_processing.html_process_encoding import decode_page
+from data_processing.html_process_guard import MAX_DEPTH, cut_long_tags, nesting_depth
 
 MAX_LINKS = 5000  # of one page; what lists more is made by a machine
 
@@ -23,15 +26,14 @@ class PageLinks:
     pdf_url: str | None = None  # citation_pdf_url, by which repositories tell Google Scholar where the paper is
 
 
-def read_links(page: Page, encoding: str, drop_parameters: tuple[str, ...] = TRACKING_PARAMETERS) -> PageLinks:
-    """The links of an HTML page whose characters are in `encoding`; rel=nofollow is heeded."""
-    try:
-        from resiliparse.parse.html import HTMLTree
-    except ImportError as error:
-        raise missing_extra("resiliparse", "data") from error
-    document = HTMLTree.parse_from_bytes(page.body, encoding).document
+def read_links(page: Page, drop_parameters: tuple[str, ...] = TRACKING_PARAMETERS) -> PageLinks:
+    """The links of an HTML page; rel=nofollow and the robots marks of page and header are heeded."""
     links = PageLinks()
     _read_marks(links, page.headers.get("x-robots-tag", ""))
+    text = cut_long_tags(decode_page(page.body, page.charset)[0])
+    if nesting_depth(text) > MAX_DEPTH:
+        return links
+    document = import_resiliparse()[1].parse(text).document
     for meta in document.query_selector_all("meta[name][content]"):
         name = meta.getattr("name").strip().lower()
         if name in ("robots", "mew-crawler"):

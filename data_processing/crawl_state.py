@@ -41,12 +41,12 @@ class Item:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of an item: KEPT with its document, or the reason why there is none."""
+    """What became of an item: KEPT with its documents (a page has one), or the reason why there are none."""
 
     item: Item
     reason: str
     detail: str = ""
-    document: Document | None = None
+    documents: list[Document] = field(default_factory=list)
     fingerprint: bytes | None = None  # of the content, to know the same content under another key
     found: list[Item] = field(default_factory=list)
 
@@ -169,7 +169,9 @@ class CrawlState:
 
     def commit(self, outcomes: list[Outcome], bookmark: Any = None, seconds: float = 0.0) -> None:
         """Store outcomes, their documents and what they led to: all of it, or (killed) nothing."""
-        self.log.append([outcome.document for outcome in outcomes if outcome.document is not None])
+        before = self.log.position[1]
+        number = self.log.append(document for outcome in outcomes for document in outcome.documents)
+        added = self.log.position[1] - before
 
         def write() -> None:
             self._insert(item for outcome in outcomes for item in (outcome.item, *outcome.found))
@@ -178,7 +180,8 @@ class CrawlState:
                 [(done.reason, done.detail[:500], done.fingerprint, done.item.key) for done in outcomes],
             )
             self._set("position", self.log.position)
-            self._set("seconds", self._get("seconds", 0.0) + seconds)
+            for name, value in (("seconds", seconds), ("documents", number), ("bytes", added)):
+                self._set(name, self._get(name, 0) + value)
             if bookmark is not None:
                 self._set("bookmark", bookmark)
 
@@ -225,7 +228,6 @@ class CrawlState:
         for key, host, depth, outcome, detail in self._database.execute(query):
             yield {"key": key, "host": host, "depth": depth, "outcome": outcome, "detail": detail}
 
-    @property
-    def seconds(self) -> float:
-        """Time spent by all runs up to the last commit."""
-        return self._get("seconds", 0.0)
+    def total(self, name: str) -> float:
+        """What all runs have committed: "documents", their "bytes" of JSONL, the "seconds" spent."""
+        return self._get(name, 0)

@@ -1,0 +1,60 @@
+"""From a fetched page to text, by the same extraction that build_corpus uses (html_process, pdf_process).
+
+What a server calls HTML or PDF need not be one: the bytes decide.
+"""
+
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+from data_processing.crawl_page import FetchError, Page
+from data_processing.document import Document
+from data_processing.html_process import HtmlProcessConfig, binary_kind, extract_html
+from data_processing.html_process_encoding import decode_page
+
+PDF_MAGIC = b"%PDF-"
+HTML_TYPES = ("text/html", "application/xhtml+xml")
+
+
+def extract_document(page: Page, source: str, meta: dict[str, Any]) -> Document:
+    """The document of an HTML, text or PDF page. Raises FetchError with the reason when there is no text in it."""
+    meta = meta | {"fetched": page.date, "content_type": page.content_type}
+    title = ""
+    if page.body.startswith(PDF_MAGIC):
+        text, meta["pdf_pages"] = extract_pdf(page.body)
+    elif page.content_type == "application/pdf":
+        raise FetchError("not_a_pdf", repr(page.body[:20]))
+    elif kind := binary_kind(page.body):
+        raise FetchError("binary", f"{kind} served as {page.content_type}")
+    elif page.content_type in HTML_TYPES:
+        found = extract_html(page.body, page.charset)
+        text, title = found.text, found.title
+        meta |= {"encoding": found.encoding, "extraction": found.method}
+    else:
+        text, meta["encoding"] = decode_page(page.body, page.charset)
+    if not text.strip():
+        raise FetchError("empty_text", f"no text in {len(page.body)} bytes")
+    return Document(page.url, source, text, title, page.url, last_modified(page), meta)
+
+
+def extract_fragment(html: str) -> str:
+    """The whole text of a piece of HTML that is content already (a post's body)."""
+    return extract_html(html.encode("utf-8"), "utf-8", HtmlProcessConfig(main_content=False)).text.strip()
+
+
+def extract_pdf(data: bytes) -> tuple[str, int]:
+    """(text, pages) of a PDF. Raises FetchError when no reader opens it."""
+    from data_processing.pdf_process import PdfError, extract_pdf
+
+    try:
+        found = extract_pdf(data)
+    except PdfError as error:
+        raise FetchError("pdf_unreadable", str(error)) from error
+    return found.text, found.pages
+
+
+def last_modified(page: Page) -> str:
+    """The day that the Last-Modified header names, 2026-11-29, "" when there is none."""
+    try:
+        return parsedate_to_datetime(page.headers.get("last-modified", "")).date().isoformat()
+    except (TypeError, ValueError):
+        return ""
