@@ -5,6 +5,7 @@ the chance of one false match is 10^-15. Memory is linear, about 250 bytes a kep
 """
 
 import hashlib
+from collections import Counter
 
 from data_processing.document import Document
 from data_processing.stage import Dropped
@@ -21,6 +22,7 @@ class Deduplicate:
     """Drops a document whose text was seen before, and names the id of the one that stays."""
 
     name = "deduplicate"
+    has_memory = True
 
     def __init__(self):
         self.first_ids: dict[bytes, str] = {}
@@ -42,6 +44,9 @@ class Deduplicate:
         self.first_ids[digest] = document_id
         encoded = document_id.encode("utf-8")
         self.journal.append(digest + len(encoded).to_bytes(4, "little") + encoded)
+
+    def take_counts(self) -> Counter:
+        return Counter()
 
     def take_journal(self) -> bytes:
         taken, self.journal = b"".join(self.journal), []
