@@ -22,3 +22,12 @@ PEER_ERROR = 1.5
 # once, by at most 2^-8 (bfloat16) or 2^-11 (float16); together at most twice that.
 KERNEL_BF16 = 2.0**-7
 KERNEL_FP16 = 2.0**-10
+# The same with gradients: dS multiplies two rounded factors, and each is rounded again for its product.
+KERNEL_BF16_GRADIENT = 2.0**-6
+# Gradients under bfloat16 autocast, cut otherwise into ranks and micro-batches: partial sums are each rounded at 2^-8.
+BF16_GRADIENT = 3e-2
+# Ten AdamW steps in float64: where a gradient is nearly zero, m / sqrt(v) turns its rounding into one of the update.
+FP64_ADAMW = 1e-9
+# Muon's Newton-Schulz runs in bfloat16, where a last bit of the gradient may flip a rounding: five products of 2^-8,
+# of an update whose size is the learning rate.
+MUON_STEPS = 1e-2

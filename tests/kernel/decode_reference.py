@@ -55,4 +55,4 @@ def relative_error(x: Tensor, exact: Tensor) -> float:
     """||x - exact|| / ||exact|| over the finite entries, which must be the same ones."""
     finite = exact.isfinite()
     assert torch.equal(x.isfinite(), finite)
-    return ((x.double() - exact)[finite].norm() / exact[finite].norm()).item()
+    return ((x.double() - exact)[finite].norm() / exact[finite].norm().clamp_min(1e-30)).item()
