@@ -165,6 +165,30 @@ class ParallelConfig:
 
 
 @dataclass
+class KernelsConfig:
+    """Which operations run as our fused Triton kernels (a GPU is needed); null follows `fused`.
+
+    model.attention chooses the attention kernel on its own.
+    """
+
+    fused: bool = False
+    norm: bool | None = None  # RMSNorm with the residual addition before it
+    rope: bool | None = None  # queries and keys in one launch
+    swiglu: bool | None = None
+    loss: bool | None = None  # output layer and cross-entropy in chunks, without the logits
+    optimizer: bool | None = None  # AdamW in one launch, clipping folded in
+    loss_chunk_mb: int = 256  # logits that the loss holds at a time
+
+    def __post_init__(self) -> None:
+        check_positive(**{"kernels.loss_chunk_mb": self.loss_chunk_mb})
+
+    def uses(self, operation: str) -> bool:
+        """Whether `operation` (norm, rope, swiglu, loss, optimizer) is fused."""
+        own = getattr(self, operation)
+        return self.fused if own is None else own
+
+
+@dataclass
 class CheckpointConfig:
     every_steps: int = 1000  # and always at the last step and on SIGTERM
     keep_last: int = 3
@@ -193,6 +217,13 @@ class HardwareConfig:
     memory_bytes: float | None = None
     memory_bytes_per_s: float | None = None
     source: str = ""
+    gpus_per_node: int = 1
+    link_bytes_per_s: float | None = None  # through one GPU in each direction, as a ring of collectives uses it
+    link_hop_s: float | None = None  # from one GPU of a node to the next
+    network_bytes_per_s: float | None = None  # of one GPU's port between nodes
+    network_hop_s: float | None = None
+    call_s: float | None = None  # of starting a collective
+    link_source: str = ""
 
 
 @dataclass
@@ -221,6 +252,7 @@ class TrainConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     data: DataConfig = field(default_factory=DataConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
