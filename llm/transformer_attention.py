@@ -54,7 +54,14 @@ def mock_attend(q: Tensor, k: Tensor, v: Tensor, ctx: BlockContext) -> tuple[Ten
 
 
 def triton_attend(q: Tensor, k: Tensor, v: Tensor, ctx: BlockContext) -> tuple[Tensor, Tensor]:
-    """Our Triton kernels, forward and backward: kv heads are mapped, not repeated, and no T x S tensor exists."""
+    """Our Triton kernels, forward and backward: kv heads are mapped, not repeated, and no T x S tensor exists.
+
+    A few new tokens over a cache go to the decode kernel, which cuts the keys instead of the queries.
+    """
+    if decodes(ctx):
+        from kernel.flash_attention_triton_decode import flash_attention_decode
+
+        return flash_attention_decode(q, k, v, ctx.cache_lens)
     from kernel.flash_attention_triton import AttentionMask, flash_attention
 
     return flash_attention(q, k, v, AttentionMask(ranges=ctx.ranges))
@@ -66,12 +73,19 @@ BACKENDS: dict[str, Attend] = {
     "mock": mock_attend,
     "triton": triton_attend,
 }
+MAX_DECODED_TOKENS = 16  # a row: more fill a tile of queries, and the training kernel is the better one
 KERNEL_BACKENDS = ("mock", "triton")  # they take the mask as key intervals, the others as a dense tensor
+
+
+def decodes(ctx: BlockContext) -> bool:
+    """Whether the decode kernel, which needs no mask and has no gradient, can take this forward pass."""
+    few = ctx.token_positions.shape[1] <= MAX_DECODED_TOKENS
+    return ctx.cache_lens is not None and few and not torch.is_grad_enabled()
 
 
 def prepare_mask(backend: str, ctx: BlockContext) -> None:
     """Put the context's mask into the backend's form, once for all blocks of a forward pass."""
-    if ctx.keys is None:
+    if ctx.keys is None or (backend == "triton" and decodes(ctx)):
         return
     if backend in KERNEL_BACKENDS:
         from kernel.flash_attention_ranges import ranges_from_keys

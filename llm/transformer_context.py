@@ -20,6 +20,7 @@ class BlockContext:
     cache: the keys and values of the tokens before, or None.
     keys: key_lo and key_hi, (B or 1, T) int32, and S: a query sees the keys key_lo <= j < key_hi, which says every mask
         there is; None means plain causal with T = S.
+    cache_lens: (B,) int32, the tokens of each row's sequence, these T being its last; None where they are not.
     mask, ranges: the same for dense backends, (B or 1, 1, T, S) bool, and for kernels; rope: cos and sin, each
         (B or 1, T, 1, D) float32. The model fills these in for its backend, once for all blocks.
     """
@@ -30,6 +31,7 @@ class BlockContext:
     max_seqlen: int | None = None
     cache: KVCache | None = None
     keys: tuple[Tensor, Tensor, int] | None = None
+    cache_lens: Tensor | None = None
     mask: Tensor | None = None
     ranges: Any = None  # kernel.flash_attention_ranges.KeyRanges
     rope: tuple[Tensor, Tensor] | None = None
@@ -63,10 +65,12 @@ def make_context(
     query gets as far.
     """
     num_tokens = token_ids.shape[1]
+    cache_lens = None
     if token_positions is None:
         token_positions = torch.arange(num_tokens, device=token_ids.device)[None]  # (1, T)
         if cache is not None and cache.length > 0:
             token_positions = cache.positions[:, None] + token_positions  # (B, T)
+            cache_lens = (cache.positions + num_tokens).int()  # (B,)
     keys = None
     if doc_ids is not None:
         assert cache is None, "documents are packed in training, a cache is for generation"
@@ -75,4 +79,4 @@ def make_context(
     elif cache is not None and cache.length > 0:
         key_hi = token_positions.int() + 1
         keys = (torch.zeros_like(key_hi), key_hi, cache.length + num_tokens)
-    return BlockContext(token_positions, doc_ids=doc_ids, cache=cache, keys=keys)
+    return BlockContext(token_positions, doc_ids=doc_ids, cache=cache, keys=keys, cache_lens=cache_lens)

@@ -85,13 +85,45 @@ def test_gpu_model_matches_sdpa_on_the_cpu_over_ten_steps(backend, packed):
     torch.set_float32_matmul_precision(precision)
 
 
+def cached_logits(model: Transformer, token_ids: torch.Tensor, grad: bool) -> list[torch.Tensor]:
+    """Prefill of unequal rows, then chunks of 1 and 4 tokens over the cache: the logits of each chunk."""
+    with torch.set_grad_enabled(grad):
+        cache = model.make_cache(3, 24)
+        model(token_ids[:, :9], make_context(token_ids[:, :9], cache=cache))
+        cache.trim([4, 9, 1])
+        found = []
+        for size in (1, 4):
+            chunk = token_ids.gather(1, cache.positions[:, None] + torch.arange(size, device=token_ids.device))
+            found.append(model(chunk, make_context(chunk, cache=cache)))
+    return found
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=on_cpu), pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_logits_over_a_cache_match_sdpa(device, grad):
+    token_ids = torch.randint(0, 64, (3, 20), generator=torch.Generator().manual_seed(2))
+    expected = cached_logits(make("sdpa"), token_ids, False)
+    for theirs, ours in zip(expected, cached_logits(make("triton", device), token_ids.to(device), grad), strict=True):
+        assert relative_error(ours.detach(), theirs) < 10 * FP32_FORWARD
+
+
 @on_cpu
-def test_generation_with_triton_matches_sdpa():
+def test_generation_decodes_with_its_own_kernel_and_matches_sdpa(monkeypatch):
+    from kernel import flash_attention_triton_decode
+
+    calls = []
+    decode = flash_attention_triton_decode.flash_attention_decode
+    monkeypatch.setattr(
+        flash_attention_triton_decode,
+        "flash_attention_decode",
+        lambda q, k, v, lens: (calls.append(lens.tolist()), decode(q, k, v, lens))[1],
+    )
     outputs = [
         generate(make(attention).eval(), [[1, 2, 3], [4]], SamplingConfig(temperature=0), GenerationLimits(3))
         for attention in ("sdpa", "triton")
     ]
     assert outputs[0] == outputs[1]
+    assert calls == [[4, 2], [4, 2], [5, 3], [5, 3]]  # two layers, two steps after the prefill
 
 
 @on_cpu
