@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+
+from llm.transformer_layers import Linear
 
 IGNORE_INDEX = -100
 CPU_CHUNK_ELEMENTS = 1 << 17  # 512 KiB of float32: in the cache of one core
@@ -38,6 +41,29 @@ class CrossEntropyLoss(nn.Module):
     def forward(self, logits: Tensor, targets: Tensor) -> LossSums:
         rows, targets = flatten(logits, targets)
         loss_sum, z_loss_sum, _ = SummedCrossEntropy.apply(rows, targets, self.ignore_index, self.z_loss)
+        return LossSums(loss_sum, z_loss_sum, (targets != self.ignore_index).sum())
+
+
+class FusedCrossEntropyLoss(nn.Module):
+    """The output layer and the loss as one operation that never holds the logits (kernel/cross_entropy.py).
+
+    Takes the states (B, T, C) that the output layer reads, the layer itself, and targets (B, T) int64. Both sums share
+    one gradient, which loss_sum carries: add them up and differentiate that, as the training step does.
+    """
+
+    def __init__(self, ignore_index: int = IGNORE_INDEX, z_loss: float = 0.0, chunk_bytes: int = 1 << 28):
+        super().__init__()
+        self.ignore_index, self.z_loss, self.chunk_bytes = ignore_index, z_loss, chunk_bytes
+
+    def forward(self, states: Tensor, output: Linear, targets: Tensor) -> LossSums:
+        from kernel.cross_entropy import LossOptions, linear_cross_entropy
+
+        assert output.matmul is F.linear and output.bias is None, "the fused loss reads the output layer's weight alone"
+        rows, targets = states.reshape(-1, states.shape[-1]), targets.reshape(-1)
+        if torch.is_autocast_enabled(rows.device.type):
+            rows = rows.to(torch.get_autocast_dtype(rows.device.type))
+        options = LossOptions(self.ignore_index, self.z_loss, chunk_bytes=self.chunk_bytes)
+        loss_sum, z_loss_sum = linear_cross_entropy(rows, output.weight, targets, options)
         return LossSums(loss_sum, z_loss_sum, (targets != self.ignore_index).sum())
 
 

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from configs.errors import UserError, check_choice, check_positive
-from llm.optimizer_adamw import adamw_step
+from llm.optimizer_adamw import adamw_step, fused_adamw_step
 from llm.optimizer_muon import ADJUSTMENTS, muon_step
 from parallel.clipping import gradient_norm, scale_gradients
 
@@ -80,22 +80,30 @@ class MixedOptimizer(Optimizer):
     """Groups of (name, parameter) pairs or of parameters, each with the keys of its "algorithm".
 
     State is float32 also over bfloat16 parameters; a parameter without a gradient is skipped. Each group keeps its
-    base rate as "base_lr".
+    base rate as "base_lr". fused: AdamW's groups are updated by the kernel of kernel/adamw.py.
     """
 
-    def __init__(self, params: Iterable[Any], defaults: dict[str, Any] | None = None):
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any] | None = None, fused: bool = False):
         super().__init__(params, defaults or {})
         for group in self.param_groups:
             group.setdefault("base_lr", group["lr"])
+        self.kernel = make_kernel() if fused else None
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, gradient_scale: Tensor | None = None) -> None:
+        """Update all parameters; gradients count `gradient_scale` (a scalar on their device) times."""
         for group in self.param_groups:
-            self.update(group)
+            self.update(group, gradient_scale)
 
     @torch.no_grad()
-    def update(self, group: dict[str, Any]) -> None:
+    def update(self, group: dict[str, Any], gradient_scale: Tensor | None = None) -> None:
         """The step of one group, or of a copy of it with only some of its parameters."""
+        if self.kernel is not None and group["algorithm"] == "adamw":
+            fused_adamw_step(group, self.state, self.kernel, gradient_scale)
+            return
+        gradients = [param.grad for param in group["params"] if param.grad is not None]
+        if gradient_scale is not None and gradients:
+            torch._foreach_mul_(gradients, gradient_scale)
         ALGORITHMS[group["algorithm"]](group, self.state)
 
     @torch.no_grad()
@@ -108,6 +116,13 @@ class MixedOptimizer(Optimizer):
             for key, value in values.items():
                 device = "cpu" if key == "step" else param.device
                 self.state[param][key] = value.detach().clone().to(device)
+
+
+def make_kernel() -> Any:
+    """The kernel of the fused update, imported here because Triton is not there on every platform."""
+    from kernel.adamw import FusedAdamW
+
+    return FusedAdamW()
 
 
 class SGDDecay(MixedOptimizer):
@@ -158,7 +173,9 @@ def is_hidden_matrix(name: str, param: Tensor) -> bool:
     return name.startswith("blocks.") and param.ndim in (2, 3)
 
 
-def build_optimizer(named_parameters: Iterable[tuple[str, Parameter]], config: OptimizerConfig) -> MixedOptimizer:
+def build_optimizer(
+    named_parameters: Iterable[tuple[str, Parameter]], config: OptimizerConfig, fused: bool = False
+) -> MixedOptimizer:
     """Sort parameters into groups by algorithm and decay; names must be those of the single-device model."""
     named = [(name, param) for name, param in named_parameters if param.requires_grad]
     if config.name == "sgd":
@@ -178,13 +195,23 @@ def build_optimizer(named_parameters: Iterable[tuple[str, Parameter]], config: O
     vectors = [(name, param) for name, param in named if param.ndim < 2]
     groups.append({"params": matrices, "weight_decay": config.weight_decay} | adamw)
     groups.append({"params": vectors, "weight_decay": 0.0} | adamw)
-    return MixedOptimizer([group for group in groups if group["params"]])
+    return MixedOptimizer([group for group in groups if group["params"]], fused=fused)
 
 
 def set_learning_rate(optimizer: Optimizer, factor: float) -> None:
     """Set every group's rate to its base rate times the schedule's factor."""
     for group in optimizer.param_groups:
         group["lr"] = group["base_lr"] * factor
+
+
+def clipped_step(optimizer: Any, params: Iterable[Tensor], norm: Tensor, max_norm: float | None) -> None:
+    """optimizer.step() with gradients scaled by min(1, max_norm / norm), inside the update where it is fused."""
+    if max_norm is not None and getattr(optimizer, "kernel", None) is not None:
+        optimizer.step((max_norm / (norm + 1e-6)).clamp(max=1.0).float())
+        return
+    if max_norm is not None:
+        scale_gradients(params, norm, max_norm)
+    optimizer.step()
 
 
 def clip_gradients(params: Iterable[Tensor], max_norm: float) -> Tensor:

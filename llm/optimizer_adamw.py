@@ -5,6 +5,7 @@ seven passes over a bundle find it in the cache.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,17 +22,9 @@ def adamw_step(group: dict[str, Any], state: dict[Tensor, dict[str, Tensor]]) ->
     `step` counts each parameter's own updates, since one without a gradient is skipped. A bfloat16 or float16
     parameter is updated in float32 and rounded once.
     """
-    params = [param for param in group["params"] if param.grad is not None]
+    params = count_step(group, state)
     if not params:
         return
-    for param in params:
-        if not state[param]:
-            state[param].update(
-                step=torch.zeros((), dtype=torch.float32),
-                exp_avg=torch.zeros_like(param, dtype=working_dtype(param)),
-                exp_avg_sq=torch.zeros_like(param, dtype=working_dtype(param)),
-            )
-        state[param]["step"] += 1
     weights = [param.to(working_dtype(param)) for param in params]  # the parameter itself when it is fp32
     columns = [
         weights,
@@ -45,6 +38,35 @@ def adamw_step(group: dict[str, Any], state: dict[Tensor, dict[str, Tensor]]) ->
     for param, weight in zip(params, weights, strict=True):
         if weight is not param:
             param.copy_(weight)
+
+
+def count_step(group: dict[str, Any], state: dict[Tensor, dict[str, Tensor]]) -> list[Tensor]:
+    """The parameters of a group that have a gradient, with their state made and this step counted."""
+    params = [param for param in group["params"] if param.grad is not None]
+    for param in params:
+        if not state[param]:
+            state[param].update(
+                step=torch.zeros((), dtype=torch.float32),
+                exp_avg=torch.zeros_like(param, dtype=working_dtype(param)),
+                exp_avg_sq=torch.zeros_like(param, dtype=working_dtype(param)),
+            )
+        state[param]["step"] += 1
+    return params
+
+
+def fused_adamw_step(
+    group: dict[str, Any], state: dict[Tensor, dict[str, Tensor]], kernel: Any, gradient_scale: Tensor | None
+) -> None:
+    """The same update by kernel.adamw.FusedAdamW: one launch for all parameters of one dtype and count of steps."""
+    from kernel.adamw import AdamWRates
+
+    alike: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
+    for param in count_step(group, state):
+        alike[param.dtype, param.grad.dtype, int(state[param]["step"].item())].append(param)
+    for (_, _, step), params in alike.items():
+        moments = tuple([state[param][key] for param in params] for key in ("exp_avg", "exp_avg_sq"))
+        rates = AdamWRates(group["lr"], *group["betas"], group["eps"], group["weight_decay"], step)
+        kernel.update(params, [param.grad for param in params], moments, rates, gradient_scale)
 
 
 def adamw_update(tensors: list[list[Tensor]], steps: list[float], group: dict[str, Any]) -> None:

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from configs.errors import UserError
 from llm.args import ParallelConfig, TrainConfig
 from llm.data_loader import Batch
-from llm.loss import CrossEntropyLoss, LossSums
+from llm.loss import CrossEntropyLoss, FusedCrossEntropyLoss, LossSums
 from llm.optimizer import build_optimizer
 from llm.parallelize_strategy import Strategy
 from llm.transformer_context import make_context
+from llm.transformer_kernels import apply_kernels
 from parallel.ddp import DataParallel, DdpSettings
 from parallel.mesh import Mesh
 
@@ -43,11 +44,16 @@ def apply_compile(model: nn.Module, mode: str, device: torch.device) -> str:
     return mode
 
 
-def make_forward_loss(model: nn.Module, loss: CrossEntropyLoss, compile_mode: str) -> ForwardLoss:
+def make_forward_loss(
+    model: nn.Module, loss: CrossEntropyLoss | FusedCrossEntropyLoss, compile_mode: str
+) -> ForwardLoss:
     """The function from a batch to its loss sums, compiled as a whole for mode "model"."""
 
     def logits_and_loss(token_ids: Tensor, targets: Tensor, positions: Tensor | None, doc_ids: Tensor | None):
-        return loss(model(token_ids, make_context(token_ids, positions, doc_ids)), targets)
+        ctx = make_context(token_ids, positions, doc_ids)
+        if isinstance(loss, FusedCrossEntropyLoss):
+            return model(token_ids, ctx, head=lambda states, output: loss(states, output, targets))
+        return loss(model(token_ids, ctx), targets)
 
     compiled = torch.compile(logits_and_loss) if compile_mode == "model" else logits_and_loss
     return lambda batch: compiled(batch.token_ids, batch.targets, batch.token_positions, batch.doc_ids)
@@ -66,9 +72,11 @@ class Parallelized:
 def parallelize(model: nn.Module, config: TrainConfig, mesh: Mesh) -> Parallelized:
     """Apply what the config asks for to a model with its initial weights; UserError for what is not there."""
     refuse_unknown(config.parallel)
+    apply_kernels(model, config.kernels, mesh.device)
     compile_mode = apply_compile(model, config.compile, mesh.device)
     strategy = apply_data_strategy(model, config, mesh)
-    optimizer = strategy.shard_optimizer(build_optimizer(model.named_parameters(), config.optimizer))
+    fused = config.kernels.uses("optimizer")
+    optimizer = strategy.shard_optimizer(build_optimizer(model.named_parameters(), config.optimizer, fused))
     return Parallelized(model, optimizer, strategy, compile_mode)
 
 

@@ -3,7 +3,9 @@
 Pre-norm blocks with RMSNorm (Zhang & Sennrich 2019), rotary positions (Su et al. 2021, halves paired as Hugging Face
 stores them), grouped-query attention (Ainslie et al. 2023), SwiGLU (Shazeer 2020); optional qkv bias (Qwen2), QK-norm
 (Qwen3), tied embeddings, mixture of experts (llm/moe.py). Strategies are applied from outside (llm/parallelize.py)
-through three seams: a Linear's `matmul`, an attention's `attend`, and the names of `blocks`.
+through four seams: a Linear's `matmul`, an attention's `attend`, a block's `checkpoint`, and the names of `blocks`;
+fused kernels through
+`normalise`, `rotate` and `activate` (llm/transformer_kernels.py).
 
 Shapes: B batch, T query tokens, S keys, C d_model, F d_ff, H heads, K kv heads, D head_dim, V vocab, L layers,
 E experts, N = B*T.
@@ -11,6 +13,7 @@ E experts, N = B*T.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +27,7 @@ from llm.transformer_context import BlockContext, make_context
 from llm.transformer_layers import Linear, SwiGlu, at_least_float32
 
 Rope = tuple[Tensor, Tensor]
+Head = Callable[[Tensor, Linear], Any]
 
 
 class Embedding(nn.Module):
@@ -38,17 +42,31 @@ class Embedding(nn.Module):
 
 
 class RmsNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dim, in float32 or better."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dim, in float32 or better.
+
+    `normalise(x, weight, eps, residual) -> (normed, x + residual)` is the seam for a fused kernel.
+    """
 
     def __init__(self, dim: int, eps: float):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim))
         self.eps = eps
+        self.normalise: Callable = normalise
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = at_least_float32(x)
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (normed * self.weight).to(x.dtype)
+        return self.normalise(x, self.weight, self.eps, None)[0]
+
+    def with_stream(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The normed sum of x and the residual stream, and the sum itself; without a residual x is the stream."""
+        return self.normalise(x, self.weight, self.eps, residual)
+
+
+def normalise(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    """RMSNorm as it is written, operation by operation."""
+    stream = x if residual is None else residual + x
+    wide = at_least_float32(stream)
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (normed * weight).to(stream.dtype), stream
 
 
 class RoPE(nn.Module):
@@ -112,9 +130,9 @@ class MultiHeadAttention(nn.Module):
         self.k_norm = RmsNorm(D, config.norm_eps) if config.qk_norm else None
         self.attend: Callable = ScaledDotProductAttention(config.attention)
 
-    def positioned(self, x: Tensor, ctx: BlockContext) -> Tensor:
-        """Queries or keys (B, T, H, D) with their positions worked in: here, none."""
-        return x
+    def positioned(self, q: Tensor, k: Tensor, ctx: BlockContext) -> tuple[Tensor, Tensor]:
+        """Queries (B, T, H, D) and keys (B, T, K, D) with their positions worked in: here, none."""
+        return q, k
 
     def forward(self, x: Tensor, ctx: BlockContext) -> Tensor:
         B, T, _ = x.shape
@@ -124,7 +142,7 @@ class MultiHeadAttention(nn.Module):
         v = self.v_proj(x).view(B, T, -1, self.head_dim)  # (B, T, K, D)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self.positioned(q, ctx), self.positioned(k, ctx)
+        q, k = self.positioned(q, k, ctx)
         if ctx.cache is not None:
             k, v = ctx.cache.update(self.layer, k, v, ctx.token_positions)  # (B, S, K, D)
         out, _ = self.attend(q, k, v, ctx)  # (B, T, H, D)
@@ -132,10 +150,18 @@ class MultiHeadAttention(nn.Module):
 
 
 class MultiHeadAttentionWithRoPE(MultiHeadAttention):
-    """MultiHeadAttention whose queries and keys are turned by their positions."""
+    """MultiHeadAttention whose queries and keys are turned by their positions; `rotate(q, k, rope)` is a seam."""
 
-    def positioned(self, x: Tensor, ctx: BlockContext) -> Tensor:
-        return RoPE.rotate(x, ctx.rope)
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__(config, layer)
+        self.rotate: Callable = rotate_both
+
+    def positioned(self, q: Tensor, k: Tensor, ctx: BlockContext) -> tuple[Tensor, Tensor]:
+        return self.rotate(q, k, ctx.rope)
+
+
+def rotate_both(q: Tensor, k: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+    return RoPE.rotate(q, rope), RoPE.rotate(k, rope)
 
 
 class TransformerBlock(nn.Module):
@@ -148,9 +174,15 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = RmsNorm(config.d_model, config.norm_eps)
         self.ffn = MixtureOfExperts(config) if config.moe.num_experts else SwiGlu(config.d_model, config.d_ff)
 
+        self.checkpoint: Callable | None = None  # called as checkpoint(function, *arguments): recompute in backward
+
     def forward(self, x: Tensor, ctx: BlockContext) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), ctx)
-        return x + self.ffn(self.ffn_norm(x))
+        return self.compute(x, ctx) if self.checkpoint is None else self.checkpoint(self.compute, x, ctx)
+
+    def compute(self, x: Tensor, ctx: BlockContext) -> Tensor:
+        normed, x = self.attention_norm.with_stream(x)
+        normed, x = self.ffn_norm.with_stream(self.attention(normed, ctx), x)
+        return x + self.ffn(normed)
 
 
 class Transformer(nn.Module):
@@ -185,8 +217,11 @@ class Transformer(nn.Module):
             ctx.cache.advance(x.shape[1])
         return self.norm(x) if self.norm is not None else x
 
-    def forward(self, x: Tensor, ctx: BlockContext | None = None) -> Tensor:
+    def forward(self, x: Tensor, ctx: BlockContext | None = None, head: Head | None = None) -> Any:
+        """Logits, or with `head` what it makes of the states and the output layer (a loss that needs no logits)."""
         x = self.hidden_states(x, ctx)
+        if head is not None:
+            return head(x, self.output)
         return self.output(x) if self.output is not None else x  # (B, T, V)
 
     def make_cache(self, num_rows: int, max_len: int, dtype: torch.dtype | None = None) -> KVCache:

@@ -31,13 +31,21 @@ class Linear(nn.Module):
 
 
 class SwiGlu(nn.Module):
-    """down(silu(gate(x)) * up(x)): (..., C) -> (..., F) -> (..., C). Shazeer 2020, without biases."""
+    """down(silu(gate(x)) * up(x)): (..., C) -> (..., F) -> (..., C). Shazeer 2020, without biases.
+
+    `activate(gate, up)` is the seam for a fused kernel.
+    """
 
     def __init__(self, d_model: int, d_ff: int):
         super().__init__()
         self.gate_proj = Linear(d_model, d_ff)
         self.up_proj = Linear(d_model, d_ff)
         self.down_proj = Linear(d_ff, d_model)
+        self.activate: Callable[[Tensor, Tensor], Tensor] = silu_times
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.activate(self.gate_proj(x), self.up_proj(x)))
+
+
+def silu_times(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
