@@ -19,7 +19,6 @@ from llm.checkpoint_pieces import Sharding, held_pieces
 from llm.data_loader import Batch, BatchLoader, LoaderConfig, ValidationSet, open_sources, source_weights
 from llm.hardware import Hardware, detect_hardware
 from llm.hardware_allocator import keep_freed_memory
-from llm.loss import CrossEntropyLoss
 from llm.metrics import Throughput
 from llm.optimizer import MixedOptimizer
 from llm.parallelize import Parallelized, make_forward_loss, parallelize
@@ -27,6 +26,7 @@ from llm.training_record import Record
 from llm.training_step import StepResult, TrainingStep
 from llm.transformer import Transformer
 from llm.transformer_init import initialise
+from llm.transformer_kernels import make_loss
 from parallel.mesh import Mesh
 from parallel.sharded_checkpoint_manifest import find_checkpoint, list_checkpoints
 
@@ -131,7 +131,7 @@ def set_up(config: TrainConfig, mesh: Mesh) -> Trainer:
     loader, validation = open_data(config, tokenizer, mesh)
     parts = build_model(config, mesh)
     config.compile = parts.compile
-    forward_loss = make_forward_loss(parts.model, CrossEntropyLoss(z_loss=config.z_loss), config.compile)
+    forward_loss = make_forward_loss(parts.model, make_loss(config.kernels, config.z_loss), config.compile)
     run_dir = RunDir(f"{config.runs_dir}/{config.name}")
     trainer = Trainer(
         config=config,

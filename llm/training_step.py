@@ -15,7 +15,7 @@ from configs.errors import UserError
 from llm.args import TrainConfig
 from llm.data_loader import Batch
 from llm.loss import IGNORE_INDEX
-from llm.optimizer import scale_gradients, set_learning_rate
+from llm.optimizer import clipped_step, set_learning_rate
 from llm.parallelize import Parallelized
 from llm.schedule import learning_rate_factor
 from parallel.collectives import all_gather
@@ -69,9 +69,7 @@ class TrainingStep:
         factor = learning_rate_factor(step, self.config.schedule, self.config.max_steps)
         set_learning_rate(self.optimizer, factor)
         if finite:
-            if self.config.optimizer.clip_norm is not None:
-                scale_gradients(self.strategy.parameters, norm, self.config.optimizer.clip_norm)
-            self.optimizer.step()
+            clipped_step(self.optimizer, self.strategy.parameters, norm, self.config.optimizer.clip_norm)
         self.optimizer.zero_grad(set_to_none=True)
         self.count_bad_step(finite, step)
         lr = self.config.optimizer.lr * factor
