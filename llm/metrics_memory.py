@@ -13,8 +13,10 @@ from torch.utils._pytree import tree_iter
 class LiveTensorBytes(TorchDispatchMode):
     """Counts the bytes of live tensor storages while it is active: `bytes` now and `peak_bytes` at most.
 
-    Tensors made before must be named to count. Storages shared by views count once. What an operation allocates for
-    itself and frees inside is not seen. It costs some 20 us an operation, so it runs for named steps only.
+    Tensors made before must be named to count. Storages shared by views count once. Those that are empty when first
+    seen may grow and shrink again (FSDP's gathered parameters) and are looked at after every operation. What an
+    operation allocates for itself and frees inside is not seen. It costs some 20 us an operation, so it runs for named
+    steps only.
     """
 
     def __init__(self, tensors: Iterable[Tensor] = ()):
@@ -22,6 +24,7 @@ class LiveTensorBytes(TorchDispatchMode):
         self.bytes = 0
         self.peak_bytes = 0
         self.alive: dict[int, weakref.ref] = {}
+        self.elastic: dict[int, int] = {}  # bytes at the last look of each storage that may change
         for tensor in tensors:
             self.watch(tensor)
 
@@ -34,15 +37,27 @@ class LiveTensorBytes(TorchDispatchMode):
         nbytes = storage.nbytes()
 
         def freed(_: Any) -> None:
-            self.bytes -= nbytes
+            self.bytes -= self.elastic.pop(key, nbytes)
             del self.alive[key]
 
         self.alive[key] = weakref.ref(storage, freed)
+        if nbytes == 0:
+            self.elastic[key] = 0
         self.bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
+
+    def look_again(self) -> None:
+        """Bring the sum up to date with the storages that may have changed their size."""
+        for key, before in list(self.elastic.items()):
+            storage = self.alive[key]()
+            if storage is not None and storage.nbytes() != before:
+                self.elastic[key] = storage.nbytes()
+                self.bytes += storage.nbytes() - before
         self.peak_bytes = max(self.peak_bytes, self.bytes)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        self.look_again()
         for value in tree_iter(result):
             if isinstance(value, Tensor):
                 self.watch(value)
