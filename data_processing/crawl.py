@@ -113,7 +113,9 @@ def crawl(config: CrawlConfig, outside: Outside | None = None) -> dict[str, Any]
         if config.retry_failed:
             state.retry([reason for reason in state.counts() if is_failure(reason)])
         with make_progress() as progress:
-            task = progress.add_task(config.source, done=sum(state.counts().values()), kept=state.total("documents"))
+            counts = state.counts()
+            done = sum(counts.values()) - counts.get("pending", 0)
+            task = progress.add_task(config.source, done=done, kept=int(state.total("documents")))
 
             def show(outcome: Outcome) -> None:
                 progress.update(task, advance=1, done=progress.tasks[task].fields["done"] + 1)

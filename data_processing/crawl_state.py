@@ -95,6 +95,7 @@ class CrawlState:
         except sqlite3.DatabaseError as error:
             raise UserError(f"{path} is broken ({error}); set overwrite=true to crawl anew") from error
         self.log.open(*self._get("position", (0, 0)))
+        self._roll()  # a run killed right after its commit left a full shard
 
     def close(self) -> None:
         self.log.close()
@@ -186,13 +187,15 @@ class CrawlState:
                 self._set("bookmark", bookmark)
 
         self._transaction(write)
-        if self.log.roll():
+        self._roll()
+
+    def _roll(self, force: bool = False) -> None:
+        if self.log.roll(force):
             self._transaction(lambda: self._set("position", self.log.position))
 
     def finish(self) -> None:
         """Give the last shard its name, so that readers find it; a later run goes on in a new one."""
-        if self.log.roll(force=True):
-            self._transaction(lambda: self._set("position", self.log.position))
+        self._roll(force=True)
 
     def _transaction(self, body: Callable[[], Any]) -> Any:
         self._database.execute("BEGIN IMMEDIATE")
