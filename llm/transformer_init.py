@@ -12,6 +12,9 @@ import math
 import torch
 from torch import Tensor, nn
 
+from llm.args import ModelConfig
+from llm.transformer import RoPE, Transformer
+
 STD = 0.02
 RESIDUAL_OUTPUTS = ("o_proj", "down_proj")
 BLOCK_ELEMENTS = 1 << 18  # drawn by one generator; a part of a parameter costs at most two blocks more than it holds
@@ -60,3 +63,11 @@ def initialise(model: nn.Module, seed: int) -> None:
     """Fill every parameter of a Transformer in place."""
     for name, parameter in model.named_parameters():
         initialise_parameter(name, parameter, seed, model.config.num_layers)
+
+
+def transformer_on_meta(config: ModelConfig) -> Transformer:
+    """The model with shapes but without memory, for a strategy that makes each part where it belongs."""
+    with torch.device("meta"):
+        model = Transformer(config)
+    model.rope = RoPE(config.head_dim, config.rope_theta, config.rope_scaling)  # its table is computed, not loaded
+    return model

@@ -55,6 +55,8 @@ def assign(model: nn.Module, modules: list[nn.Module]) -> list[Named]:
     inside = {id(submodule) for module in modules for submodule in module.modules()}
     outside = [submodule for submodule in model.modules() if id(submodule) not in inside]
     uses.update(id(param) for submodule in outside for param in submodule.parameters(recurse=False))
+    parts = {id(submodule) for submodule in model.modules()}
+    assert all(id(module) in parts for module in modules), "a unit that is no part of the model"
     names = {id(param): name for name, param in model.named_parameters()}
     owned = [[(names[id(param)], param) for param in module.parameters() if uses[id(param)] == 1] for module in modules]
     taken = {name for named in owned for name, _ in named}

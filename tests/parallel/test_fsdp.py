@@ -1,0 +1,336 @@
+"""FSDP (ZeRO-2 and ZeRO-3) on gloo ranks against one process, in float64, and against torch's fully_shard."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from configs.errors import UserError
+from llm.args import ModelConfig
+from llm.loss import CrossEntropyLoss
+from llm.optimizer import build_optimizer
+from llm.transformer import Transformer
+from llm.transformer_init import initialise, initialise_range, transformer_on_meta
+from parallel.activation_checkpointing import make_checkpoint
+from parallel.fsdp import FsdpSettings
+from parallel.fsdp_init import apply_fsdp, assign
+from parallel.fsdp_layout import plan_unit
+from parallel.mesh import Mesh
+from parallel.mesh_degrees import Degrees
+from tests.parallel.pool import pool_of
+from tests.parallel.zero_toy import (
+    MICRO_BATCHES,
+    Case,
+    Toy,
+    assert_equal_to_reference,
+    calls_and_bytes,
+    optimizer_config,
+    share_of_loss,
+    train_rank,
+)
+from tests.tolerances import BF16_ROUNDING, FP64
+
+ZERO2, ZERO3 = FsdpSettings(reshard_after_forward=False), FsdpSettings()
+MODEL = ModelConfig(
+    vocab_size=61, max_seq_len=32, d_model=24, num_layers=3, num_heads=3, num_kv_heads=1, d_ff=40, tie_embeddings=True
+)
+
+
+def run(world_size: int, function, *args, dp_shard: int | None = None) -> list:
+    return pool_of(world_size).run(function, *args, degrees=Degrees(dp_shard=dp_shard))
+
+
+def wrap(mesh, case: Case, settings: FsdpSettings, hold=None):
+    model = Toy(dtype=case.dtype, seed=mesh.rank)
+    strategy = apply_fsdp(model, mesh, settings, model.blocks.values())
+    return strategy, strategy.shard_optimizer(
+        build_optimizer(model.named_parameters(), optimizer_config(case.optimizer))
+    )
+
+
+def train(mesh, case, settings):
+    return train_rank(mesh, *wrap(mesh, case, settings), case)
+
+
+def test_rows_are_cut_evenly_and_the_last_ranks_get_less():
+    shapes = {"rows": (7, 3), "vector": (2,), "number": ()}
+    named = [(name, nn.Parameter(torch.empty(shape))) for name, shape in shapes.items()]
+    layout = plan_unit(named, [torch.bfloat16, torch.float32, torch.float32], ranks=4)
+    assert [place.name for place in layout.places] == ["vector", "number", "rows"]  # the wider dtype first
+    vector, number, rows = layout.places
+    assert (rows.rows, rows.block, rows.starts(4)) == (2, 6, (0, 6, 12, 18, 21))
+    assert vector.starts(4) == (0, 1, 2, 2, 2) and number.starts(4) == (0, 1, 1, 1, 1)
+    assert (layout.share, layout.gradient_share, layout.message_dtype) == (8, 8, torch.uint8)
+    assert layout.slot_bytes == 32 and layout.split_sizes() == [4, 4, 12]  # 4 + 4 + 12 bytes, to a multiple of 16
+    assert layout.ranges() == [(torch.float32, 0, 2, 0), (torch.bfloat16, 2, 8, 8)]
+    assert all(place.full_offset % 256 == 0 for place in layout.places)
+
+
+def test_frozen_parameters_have_no_place_among_the_gradients():
+    frozen = nn.Parameter(torch.empty(4, 2), requires_grad=False)
+    layout = plan_unit([("frozen", frozen), ("trained", nn.Parameter(torch.empty(4)))], [torch.float32] * 2, ranks=2)
+    assert [place.gradient_offset for place in layout.places] == [-1, 0]
+    assert (layout.share, layout.gradient_share) == (6, 2)
+
+
+def test_a_parameter_of_two_units_belongs_to_the_root():
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2, bias=False)
+    second.weight = first.weight
+    model = nn.ModuleDict({"first": first, "second": second, "last": nn.Linear(2, 2)})
+    root, one, two = assign(model, [first, second])
+    assert [name for name, _ in root] == ["first.weight", "last.weight", "last.bias"]
+    assert [name for name, _ in one] == ["first.bias"] and two == []
+    with pytest.raises(AssertionError, match="no part of the model"):
+        assign(model, [nn.Linear(2, 2)])
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("settings", [ZERO2, ZERO3], ids=["zero2", "zero3"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon"])
+def test_five_steps_match_one_process(optimizer, settings):
+    case = Case(optimizer)
+    assert_equal_to_reference(run(3, train, case, settings), case, FP64)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("settings", [ZERO2, ZERO3], ids=["zero2", "zero3"])
+def test_one_reduction_a_step_matches_one_process(settings):
+    case = Case("sgd")
+    once = replace(settings, reduce_each_micro_batch=False)
+    assert_equal_to_reference(run(2, train, case, once), case, FP64)
+
+
+@pytest.mark.dist
+def test_shards_and_replicas_together_match_one_process():
+    case = Case("muon")
+    assert_equal_to_reference(run(4, train, case, ZERO3, dp_shard=2), case, FP64)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("reshard", [False, True], ids=["zero2", "zero3"])
+@pytest.mark.parametrize("each", [True, False], ids=["each", "once"])
+def test_collectives_are_as_many_and_as_large_as_the_layout_says(reshard, each):
+    settings = FsdpSettings(reshard_after_forward=reshard, reduce_each_micro_batch=each)
+    model = Toy()
+    root, *blocks = [
+        plan_unit(unit, [torch.float64] * len(unit), 2) for unit in assign(model, [*model.blocks.values()])
+    ]
+    passes = MICRO_BATCHES if reshard else 1
+    gathers = passes * (1 + len(blocks) * (2 if reshard else 1))
+    gathered = passes * 2 * (root.slot_bytes + sum(unit.slot_bytes for unit in blocks) * (2 if reshard else 1))
+    reductions = MICRO_BATCHES if each else 1
+    reduced = reductions * 2 * 8 * sum(unit.gradient_share for unit in (root, *blocks))
+    trainable = sum(param.requires_grad for param in model.parameters())
+    for result in run(2, train, Case("adamw"), settings):
+        assert calls_and_bytes(result["log"]) == {
+            ("all_gather", "dp_shard_cp", "float64"): (gathers, gathered),
+            ("reduce_scatter_sum", "dp_shard_cp", "float64"): (reductions * (1 + len(blocks)), reduced),
+            ("all_reduce_sum", "dp_shard_cp", "int32"): (1, 4 * trainable),
+            ("all_reduce_sum", "dp_shard_cp", "float64"): (1, 8),
+        }
+
+
+def states_along_the_way(mesh, settings):
+    strategy, _ = wrap(mesh, Case(), settings)
+    seen = []
+
+    def note(when, index, *_):
+        bytes_there = sum(unit.memory.untyped_storage().nbytes() > 0 for unit in strategy.units)
+        seen.append((when, index, [unit.state for unit in strategy.units], bytes_there))
+
+    for index, block in enumerate(strategy.model.blocks.values()):
+        block.down_proj.register_hook(partial(note, "backward", index))
+        block.q_proj.register_forward_hook(partial(note, "forward", index))
+    strategy.begin_micro_batch(last=True)
+    share_of_loss(strategy.model, mesh.rank, mesh.size("dp"), 0).backward()
+    strategy.finish_gradients()
+    return seen, [unit.state for unit in strategy.all_units], held_bytes(strategy)
+
+
+def held_bytes(strategy) -> int:
+    return sum(unit.memory.untyped_storage().nbytes() for unit in strategy.all_units)
+
+
+@pytest.mark.dist
+def test_zero3_holds_one_block_and_gathers_its_neighbour():
+    for seen, after, held in run(2, states_along_the_way, ZERO3):
+        assert seen == [
+            ("forward", 0, ["gathered", "gathering", "sharded"], 1),
+            ("forward", 1, ["sharded", "gathered", "gathering"], 1),
+            ("forward", 2, ["sharded", "sharded", "gathered"], 1),
+            ("backward", 2, ["sharded", "gathering", "gathered"], 1),
+            ("backward", 1, ["gathering", "gathered", "sharded"], 1),
+            ("backward", 0, ["gathered", "sharded", "sharded"], 1),
+        ]
+        assert after == ["sharded"] * 4 and held == 0
+
+
+@pytest.mark.dist
+def test_zero2_keeps_blocks_until_their_backward_is_over():
+    for seen, after, held in run(2, states_along_the_way, ZERO2):
+        assert [bytes_there for *_, bytes_there in seen] == [1, 2, 3, 3, 2, 1]
+        assert after == ["sharded"] * 4 and held == 0
+
+
+def evaluate(mesh):
+    strategy, _ = wrap(mesh, Case(), ZERO3)
+    token_ids = torch.arange(7)
+    with torch.no_grad():
+        logits = strategy.model(token_ids, use_sometimes=True)
+    after_forward = held_bytes(strategy)
+    with strategy.gathered():
+        inside = {name: param.detach().clone() for name, param in strategy.model.named_parameters()}
+        with torch.no_grad():
+            again = strategy.model(token_ids, use_sometimes=True)
+        still = all(unit.state == "gathered" for unit in strategy.all_units)
+    return logits, again, inside, after_forward, still, held_bytes(strategy), list(strategy.model.state_dict())
+
+
+@pytest.mark.dist
+def test_evaluation_and_gathered_use_the_first_ranks_weights_and_leave_nothing():
+    model = Toy(seed=0)
+    expected = model(torch.arange(7), use_sometimes=True).detach()
+    for logits, again, inside, after_forward, still, held, names in run(2, evaluate):
+        assert torch.equal(logits, expected) and torch.equal(again, expected)
+        assert all(torch.equal(inside[name], param) for name, param in model.named_parameters())
+        assert (after_forward, still, held) == (0, True, 0) and names == list(model.state_dict())
+
+
+def torch_fully_shard(mesh, case):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = Toy(seed=0)
+    del model.frozen, model.one, model.never, model.sometimes  # it shards neither numbers nor rows that do not divide
+    model.frozen, model.one, model.sometimes = torch.zeros(1), torch.ones(1), torch.zeros(1)
+    devices = init_device_mesh("cpu", (mesh.world_size,))
+    for block in model.blocks.values():
+        fully_shard(block, mesh=devices)
+    fully_shard(model, mesh=devices)
+    share_of_loss(model, mesh.rank, mesh.world_size, 0).backward()
+    return {name: mesh.world_size * param.grad.full_tensor() for name, param in model.named_parameters()}
+
+
+def first_gradients(mesh, case):
+    model = Toy(seed=0)
+    del model.frozen, model.one, model.never, model.sometimes
+    model.frozen, model.one, model.sometimes = torch.zeros(1), torch.ones(1), torch.zeros(1)
+    strategy = apply_fsdp(model, mesh, ZERO3, model.blocks.values())
+    strategy.begin_micro_batch(last=True)
+    share_of_loss(model, mesh.rank, mesh.size("dp"), 0).backward()
+    strategy.finish_gradients()
+    return strategy.full_gradients()
+
+
+@pytest.mark.dist
+def test_gradients_match_torchs_fully_shard():
+    theirs = run(2, torch_fully_shard, Case())[0]
+    for ours in run(2, first_gradients, Case()):
+        assert ours.keys() == theirs.keys()
+        for name, gradient in theirs.items():
+            torch.testing.assert_close(ours[name], gradient, rtol=FP64, atol=FP64 * gradient.abs().max().item())
+
+
+def windows() -> torch.Tensor:
+    return torch.randint(MODEL.vocab_size, (2, 17), generator=torch.Generator().manual_seed(3))
+
+
+def loss_share(model, ranks: int, bfloat16: bool = False) -> torch.Tensor:
+    token_ids = windows()
+    with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
+        sums = CrossEntropyLoss()(model(token_ids[:, :-1]), token_ids[:, 1:])
+    return sums.loss_sum / (ranks * token_ids[:, 1:].numel())
+
+
+def transformer_gradients(mesh, settings, checkpointing="none", bfloat16=False, on_meta=False):
+    """Every rank sees the same windows, so the sum over ranks is one process' gradient."""
+    model = transformer_on_meta(MODEL) if on_meta else Transformer(MODEL)
+    if not on_meta:
+        initialise(model, seed=1)
+    for block in model.blocks.values():
+        block.checkpoint = make_checkpoint(checkpointing)
+    fill = partial(initialise_range, seed=1, num_layers=MODEL.num_layers) if on_meta else None
+    strategy = apply_fsdp(model, mesh, settings, model.blocks.values(), fill)
+    strategy.begin_micro_batch(last=True)
+    loss_share(model, mesh.size("dp"), bfloat16).backward()
+    strategy.finish_gradients()
+    tied = model.output.weight is model.embedding.weight
+    return strategy.full_gradients(), strategy.full_parameters(), tied, mesh.log.drain(0)
+
+
+def transformer_reference(bfloat16=False):
+    model = Transformer(MODEL)
+    initialise(model, seed=1)
+    loss_share(model, 1, bfloat16).backward()
+    return {name: param.grad for name, param in model.named_parameters()}, dict(model.named_parameters())
+
+
+@pytest.mark.dist
+def test_initialisation_on_meta_matches_the_whole_model():
+    _, parameters = transformer_reference()
+    for _, sharded, tied, log in run(3, transformer_gradients, ZERO3, "none", False, True):
+        assert tied and not any(line["op"] == "broadcast" for line in log)
+        for name, param in parameters.items():
+            assert torch.equal(sharded[name], param), name
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("settings", [ZERO2, ZERO3], ids=["zero2", "zero3"])
+def test_recomputation_leaves_the_gradients_bit_for_bit(settings):
+    plain, full, selective = (
+        run(2, transformer_gradients, settings, mode)[0][0] for mode in ("none", "full", "selective")
+    )
+    reference, _ = transformer_reference()
+    for name, gradient in plain.items():
+        assert torch.equal(full[name], gradient) and torch.equal(selective[name], gradient), name
+        assert torch.equal(gradient, reference[name]), name  # halves of the same gradient, summed
+
+
+@pytest.mark.dist
+def test_bfloat16_matrices_match_autocast_on_one_process():
+    """Where embeddings and norms are gathered in float32, rounding differs only where gradients are summed."""
+    settings = FsdpSettings(
+        param_dtype=torch.bfloat16, keep_dtype=keep_vectors_and_embedding, reduce_dtype=torch.float32
+    )
+    reference, _ = transformer_reference(bfloat16=True)
+    for gradients, parameters, _, log in run(2, transformer_gradients, settings, "none", True):
+        assert all(param.dtype == torch.float32 for param in parameters.values())
+        assert {line["dtype"] for line in log if line["op"] == "reduce_scatter_sum"} == {"float32"}
+        for name, gradient in reference.items():
+            atol = 2 * BF16_ROUNDING * gradient.abs().max().item()
+            torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=atol)
+
+
+def keep_vectors_and_embedding(name: str, param: torch.Tensor) -> bool:
+    return param.ndim < 2 or name.startswith("embedding")
+
+
+def change_the_model(mesh):
+    strategy, _ = wrap(mesh, Case(), ZERO3)
+    strategy.model.one.requires_grad_(False)
+    strategy.begin_micro_batch(last=True)
+    share_of_loss(strategy.model, mesh.rank, mesh.size("dp"), 0).backward()
+    try:
+        strategy.finish_gradients()
+    except UserError as error:
+        return str(error)
+
+
+@pytest.mark.dist
+def test_a_parameter_frozen_after_wrapping_is_named():
+    assert all("'one'" in message for message in run(2, change_the_model))
+
+
+def test_a_model_on_meta_needs_its_weights():
+    model = transformer_on_meta(MODEL)
+    with pytest.raises(UserError, match="fill"):
+        apply_fsdp(model, one_rank(), ZERO3, model.blocks.values())
+    model.rope.to("meta")
+    with pytest.raises(UserError, match="frequency_bits"):
+        apply_fsdp(model, one_rank(), ZERO3, model.blocks.values())
+
+
+def one_rank() -> Mesh:
+    return Mesh(0, 0, 1, torch.device("cpu"), "none", {})
