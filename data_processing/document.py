@@ -14,7 +14,7 @@ import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -141,11 +141,15 @@ def _find_bad_line(path: str | Path) -> UserError:
 
 
 def read_json_objects(
-    path: str | Path, errors: Errors = "strict", counts: Counter | None = None
+    path: str | Path,
+    errors: Errors = "strict",
+    counts: Counter | None = None,
+    refuse: Callable[[str, str, bytes], None] | None = None,
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Stream (line number, object) of one JSONL file; blank lines are passed over.
 
-    Raises UserError, with file and line, for broken JSON, a line that is no object, and (strict) bad characters.
+    Raises UserError, with file and line, for broken JSON, a line that is no object, and (strict) bad characters;
+    with `refuse`, lines that are no JSON object go to refuse(where, problem, line) and reading goes on.
     """
     check_choice("errors", errors, ("strict", "replace"))
     with open_bytes(path) as file:
@@ -155,7 +159,14 @@ def read_json_objects(
             if line.isspace() or not line:
                 continue
             where = f"{path}:{number}"
-            value = _parse_object(decode_utf8(line, path, number, errors, counts), where)
+            text = decode_utf8(line, path, number, errors, counts)
+            try:
+                value = _parse_object(text, where)
+            except UserError as error:
+                if refuse is None:
+                    raise
+                refuse(where, str(error), line)
+                continue
             if SURROGATE_ESCAPE.search(line):
                 value = _mend_surrogates(value, where, errors, counts)
             yield number, value

@@ -31,6 +31,7 @@ AFTER_REFERENCES = re.compile(
 )
 YEAR = re.compile(r"\b(?:1[6-9]|20)\d\d\b")
 YEARS_WITHIN, MIN_YEARS = 3_000, 3
+MAX_CUT_SHARE = 0.4  # what is longer is no reference list
 PAGE_NUMBER = re.compile(r"^\W{0,3}(?:page\s{1,3})?\d{1,4}(?:\s{0,3}(?:/|of)\s{0,3}\d{1,4})?\W{0,3}$", re.IGNORECASE)
 DIGITS = re.compile(r"\d+")
 
@@ -152,6 +153,9 @@ def cut_references(text: str) -> str:
     """
     headings = [found for found in REFERENCES.finditer(text) if found.start() >= 0.4 * len(text)]
     headings = [h for h in headings if len(YEAR.findall(text, h.end(), h.end() + YEARS_WITHIN)) >= MIN_YEARS]
+    headings = [
+        h for h in headings if h.start() >= MIN_KEPT_SHARE * len(text) or AFTER_REFERENCES.search(text, h.end())
+    ]
     if not headings:
         return text
     start = headings[-1].start()

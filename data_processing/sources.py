@@ -1,10 +1,9 @@
-"""Where build_corpus takes its documents from, chosen by name: embedded, text, jsonl, hf.
+"""Where build_corpus takes its documents from, chosen by name: embedded, text, jsonl, hf, parquet, html, pdf, warc.
 
 A source streams documents in the same order each time (a killed run is resumed by reading past what it had), and
 says what it read in `identity`, so that an unfinished corpus is never continued from other input.
 """
 
-import os
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -23,12 +22,19 @@ from data_processing.document import (
     open_bytes,
     read_json_objects,
 )
+from data_processing.quarantine import Quarantine
 from data_processing.sources_embedded import EmbeddedSource
+from data_processing.sources_files import describe_files, duplicate_files, plain_bytes, relative_names
 from data_processing.sources_hf import HfSource
-from data_processing.sources_rows import RowFields, document_from_row
+from data_processing.sources_parquet import PARQUET_SUFFIXES, ParquetSource
+from data_processing.sources_raw import HTML_SUFFIXES, PDF_SUFFIXES, RawFileSource
+from data_processing.sources_rows import RowFields, document_or_refusal
+from data_processing.sources_warc import WARC_SUFFIXES, WarcSource
 
-SOURCES = ("embedded", "text", "jsonl", "hf")
+SOURCES = ("embedded", "text", "jsonl", "hf", "parquet", "html", "pdf", "warc")
 TEXT_SUFFIXES = tuple(kind + packed for kind in (".txt", ".md", ".text", ".rst") for packed in ("", ".gz", ".zst"))
+FILE_SUFFIXES = {"text": TEXT_SUFFIXES, "jsonl": DOCUMENT_SUFFIXES, "parquet": PARQUET_SUFFIXES}
+FILE_SUFFIXES |= {"html": HTML_SUFFIXES, "pdf": PDF_SUFFIXES, "warc": WARC_SUFFIXES}
 CHUNK_BYTES = 1 << 20
 
 
@@ -37,7 +43,8 @@ class SourceConfig:
     """The settings of all sources; each reads its own."""
 
     source: str = "embedded"
-    path: str = ""  # text, jsonl: file, directory or glob; hf: dataset name or local directory
+    path: str = ""  # file, directory or glob; hf: dataset name or local directory
+    skip_duplicate_files: bool = True  # a file with the bytes of an earlier one is not read
     errors: str = "strict"  # bytes that are not UTF-8: strict refuses, replace makes U+FFFD and counts
     separator: str = ""  # text: what stands between documents in one file; "" is one document a file
     cut_characters: int = 100_000  # text: a longer one is cut at blank lines into documents of about this; 0 never cuts
@@ -58,7 +65,7 @@ class SourceConfig:
             if getattr(self, name) < 0:
                 raise UserError(f"{name}={getattr(self, name)} is negative; use 0 for no limit")
         if self.source != "embedded" and not self.path:
-            raise UserError(f"source={self.source} needs a path; add path=... (a quoted glob works for text and jsonl)")
+            raise UserError(f"source={self.source} needs a path; add path=... (a file, a directory or a quoted glob)")
         if self.source == "embedded" and self.path:
             raise UserError(f"path={self.path!r} has no meaning for source=embedded; add source=text or source=jsonl")
 
@@ -67,6 +74,7 @@ class Source(Protocol):
     """A stream of documents; `counts` grows while it is read, `total_bytes` is an estimate for the progress bar."""
 
     counts: Counter
+    quarantine: Quarantine
     total_bytes: int | None
 
     def identity(self) -> dict[str, Any]:
@@ -83,10 +91,26 @@ def build_source(config: SourceConfig) -> Source:
     names = RowFields(config.text_key, config.id_key, config.source_name, config.source)
     if config.source == "hf":
         return HfSource(config.path, config.hf_config, config.hf_split, names)
+    files = expand_paths(config.path, FILE_SUFFIXES[config.source])
+    repeated = duplicate_files(files) if config.skip_duplicate_files else {}
+    source = _file_source(config, [path for path in files if path not in repeated], names)
+    for path, first in repeated.items():
+        source.quarantine.add(str(path), "duplicate_file", f"same bytes as {first}")
+    return source
+
+
+def _file_source(config: SourceConfig, files: list[Path], names: RowFields) -> Source:
+    """The source that reads these files."""
+    name = config.source_name or config.source
     if config.source == "jsonl":
-        return JsonlSource(expand_paths(config.path, DOCUMENT_SUFFIXES), config.errors, names)
-    files = expand_paths(config.path, TEXT_SUFFIXES)
-    return TextSource(files, config.errors, config.separator, config.cut_characters, config.source_name or "text")
+        return JsonlSource(files, config.errors, names)
+    if config.source == "parquet":
+        return ParquetSource(files, names)
+    if config.source == "warc":
+        return WarcSource(files, name)
+    if config.source in ("html", "pdf"):
+        return RawFileSource(files, config.source, name)
+    return TextSource(files, config.errors, config.separator, config.cut_characters, name)
 
 
 def limit_documents(documents: Iterator[Document], config: SourceConfig) -> Iterator[Document]:
@@ -97,24 +121,6 @@ def limit_documents(documents: Iterator[Document], config: SourceConfig) -> Iter
         if budget < 0 or (config.max_documents and index >= config.max_documents):
             return
         yield document
-
-
-def describe_files(files: list[Path]) -> dict[str, Any]:
-    """The identity of input files: name and size in bytes."""
-    return {"files": [[str(path), path.stat().st_size] for path in files]}
-
-
-def plain_bytes(files: list[Path]) -> int | None:
-    """The files' size in bytes, None when one is compressed."""
-    packed = any(path.suffix in (".gz", ".zst") for path in files)
-    return None if packed else sum(path.stat().st_size for path in files)
-
-
-def relative_names(files: list[Path]) -> list[str]:
-    """Names below the files' common folder, fit for an id: distinct, without this machine's folders, valid UTF-8."""
-    common = os.path.commonpath([path.parent.absolute() for path in files])
-    names = [path.absolute().relative_to(common).as_posix() for path in files]
-    return [name.encode("utf-8", errors="backslashreplace").decode("utf-8") for name in names]
 
 
 BLANK_LINE = re.compile(r"\r?\n[ \t\r]*\n")
@@ -143,6 +149,10 @@ class TextSource:
     cut_characters: int
     source_name: str
     counts: Counter = field(default_factory=Counter)
+    quarantine: Quarantine = field(init=False)
+
+    def __post_init__(self):
+        self.quarantine = Quarantine(self.counts)
 
     @property
     def total_bytes(self) -> int | None:
@@ -180,12 +190,16 @@ class TextSource:
 
 @dataclass
 class JsonlSource:
-    """JSONL files, our own documents or any rows with a text key."""
+    """JSONL files, our own documents or any rows with a text key; lines that are neither go to the quarantine."""
 
     files: list[Path]
     errors: Errors
     row_fields: RowFields
     counts: Counter = field(default_factory=Counter)
+    quarantine: Quarantine = field(init=False)
+
+    def __post_init__(self):
+        self.quarantine = Quarantine(self.counts)
 
     @property
     def total_bytes(self) -> int | None:
@@ -194,7 +208,15 @@ class JsonlSource:
     def identity(self) -> dict[str, Any]:
         return describe_files(self.files) | {"row_fields": [self.row_fields.text_key, self.row_fields.id_key]}
 
+    def _refuse(self, where: str, problem: str, line: bytes) -> None:
+        self.quarantine.add(where, "invalid_json", problem, line.rstrip(b"\r\n"))
+
     def documents(self) -> Iterator[Document]:
+        any_yet = False
         for path, name in zip(self.files, relative_names(self.files), strict=True):
-            for number, row in read_json_objects(path, self.errors, self.counts):
-                yield document_from_row(row, self.row_fields, f"{path}:{number}", default_id=f"{name}:{number}")
+            for number, row in read_json_objects(path, self.errors, self.counts, self._refuse):
+                places = (f"{path}:{number}", f"{name}:{number}")
+                document = document_or_refusal(row, self.row_fields, places, self.quarantine, not any_yet)
+                if document is not None:
+                    any_yet = True
+                    yield document

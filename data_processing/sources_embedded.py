@@ -22,6 +22,7 @@ from pydoc_data.topics import topics
 from typing import Any
 
 from data_processing.document import Document
+from data_processing.quarantine import Quarantine
 
 MIN_CHARACTERS = 300  # a module with less documentation teaches nothing
 PLACEHOLDER = re.compile(r"^[ \t]*\{\w+\}[ \t]*\n?|\{\w+\}", re.MULTILINE)
@@ -43,6 +44,10 @@ class EmbeddedSource:
 
     counts: Counter = field(default_factory=Counter)
     total_bytes: int | None = None
+    quarantine: Quarantine = field(init=False)
+
+    def __post_init__(self):
+        self.quarantine = Quarantine(self.counts)
 
     def identity(self) -> dict[str, Any]:
         return {"python": platform.python_version(), "numpy": version("numpy"), "torch": version("torch")}

@@ -12,6 +12,7 @@ from typing import Any
 
 from configs.errors import UserError, missing_extra
 from data_processing.document import Document
+from data_processing.quarantine import Quarantine
 from data_processing.sources_rows import RowFields, document_from_row
 
 SAVED_DATASET, SAVED_DICT = "state.json", "dataset_dict.json"  # what save_to_disk leaves in a directory
@@ -36,6 +37,10 @@ class HfSource:
     row_fields: RowFields
     counts: Counter = field(default_factory=Counter)
     total_bytes: int | None = None
+    quarantine: Quarantine = field(init=False)
+
+    def __post_init__(self):
+        self.quarantine = Quarantine(self.counts)
 
     def identity(self) -> dict[str, Any]:
         return {"path": self.path, "config": self.config, "split": self.split}

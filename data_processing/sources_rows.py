@@ -1,10 +1,12 @@
 """From a row of somebody else's data (a JSON object, a dataset row) to a Document."""
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
 from configs.errors import UserError
 from data_processing.document import Document
+from data_processing.quarantine import Quarantine
 
 
 @dataclass
@@ -36,3 +38,18 @@ def document_from_row(row: dict[str, Any], names: RowFields, where: str, default
         meta=meta | row,
         **strings,
     )
+
+
+def document_or_refusal(
+    row: dict[str, Any], names: RowFields, places: tuple[str, str], quarantine: Quarantine, first: bool
+) -> Document | None:
+    """The row's document, or None when it has no text and went to the quarantine; `places` are (where, default id).
+
+    A first row without text means that `text_key` is wrong, which is the user's to mend: UserError.
+    """
+    where, default_id = places
+    if not first and not isinstance(row.get(names.text_key), str):
+        shown = json.dumps(row, ensure_ascii=False, default=str).encode("utf-8", errors="backslashreplace")
+        quarantine.add(where, "no_text", f"text_key={names.text_key!r} is missing or no text", shown)
+        return None
+    return document_from_row(row, names, where, default_id)
