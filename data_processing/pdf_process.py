@@ -153,9 +153,6 @@ def cut_references(text: str) -> str:
     """
     headings = [found for found in REFERENCES.finditer(text) if found.start() >= 0.4 * len(text)]
     headings = [h for h in headings if len(YEAR.findall(text, h.end(), h.end() + YEARS_WITHIN)) >= MIN_YEARS]
-    headings = [
-        h for h in headings if h.start() >= MIN_KEPT_SHARE * len(text) or AFTER_REFERENCES.search(text, h.end())
-    ]
     if not headings:
         return text
     start = headings[-1].start()
