@@ -23,6 +23,8 @@ from parallel.sharded_optimizer_buckets import Bucket, plan_buckets
 from parallel.sharded_optimizer_matrices import share_matrices
 from parallel.sharded_optimizer_shards import agree_on_gradients, gather_full, sharded_norm, use_shards
 
+MAX_STAGES = 8  # of a step, each an update and the gathers that go beside the next one
+
 
 class GroupOptimizer(Protocol):
     """What is asked of the optimizer that is sharded: groups with "param_names", updated one at a time."""
@@ -30,7 +32,7 @@ class GroupOptimizer(Protocol):
     param_groups: list[dict[str, Any]]
     state: dict[Tensor, dict[str, Tensor]]
 
-    def update(self, group: dict[str, Any]) -> None: ...
+    def update(self, group: dict[str, Any], gradient_scale: Tensor | None = None) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -198,25 +200,34 @@ class ShardedOptimizer:
     def state(self) -> dict[Tensor, dict[str, Tensor]]:
         return self.optimizer.state
 
+    @property
+    def kernel(self) -> Any:
+        """That of a fused update, which then takes the factor of clipping too; else None."""
+        return getattr(self.optimizer, "kernel", None)
+
     @torch.no_grad()
-    def step(self) -> None:
-        """Update the shards and gather the parameters; matrices first, then bucket by bucket beside the gathers."""
+    def step(self, gradient_scale: Tensor | None = None) -> None:
+        """Update the shards and gather the parameters; matrices first, then a few buckets at a time beside the gathers.
+
+        Gradients count `gradient_scale` times (a scalar on their device).
+        """
         elementwise = []
         for group in self.optimizer.param_groups:
             if "matrices" in group:  # an exchange over all ranks, whatever lies in which bucket
-                self.optimizer.update(group)
+                self.optimizer.update(group, gradient_scale)
             else:
                 elementwise.append(group)
+        mesh, axis = self.strategy.mesh, self.strategy.axis
         pending = []
-        for bucket in self.strategy.buckets:
-            own = {id(shard.local) for shard in bucket.shards}
+        for buckets in stages(self.strategy.buckets):
+            own = {id(shard.local) for bucket in buckets for shard in bucket.shards}
             for group in elementwise:
                 params = [param for param in group["params"] if id(param) in own]
                 if params:
-                    self.optimizer.update(group | {"params": params})
-            if any(shard.has_gradient for shard in bucket.shards):
-                mesh, axis = self.strategy.mesh, self.strategy.axis
-                pending.append(start_all_gather(bucket.own, mesh, axis, out=bucket.flat, stream="gather"))
+                    self.optimizer.update(group | {"params": params}, gradient_scale)
+            for bucket in buckets:
+                if any(shard.has_gradient for shard in bucket.shards):
+                    pending.append(start_all_gather(bucket.own, mesh, axis, out=bucket.flat, stream="gather"))
         for gather in pending:
             gather.wait()
 
@@ -225,6 +236,17 @@ class ShardedOptimizer:
         assert set_to_none, "gradients of shards are dropped, not zeroed"
         for param in self.strategy.parameters:
             param.grad = None
+
+
+def stages(buckets: list[Bucket]) -> list[list[Bucket]]:
+    """Buckets in at most MAX_STAGES runs of about as many bytes: an update has a cost of its own whatever its size."""
+    total, runs, filled = sum(bucket.plan.numel for bucket in buckets), [], 0
+    for bucket in buckets:
+        if not runs or filled >= total / MAX_STAGES * len(runs):
+            runs.append([])
+        runs[-1].append(bucket)
+        filled += bucket.plan.numel
+    return runs
 
 
 def apply_zero1(model: nn.Module, mesh: Mesh, settings: Zero1Settings = Zero1Settings()) -> Zero1:

@@ -1,6 +1,7 @@
 """ZeRO-1 on gloo ranks against one process, in float64, and against torch's ZeroRedundancyOptimizer."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ from configs.errors import UserError
 from llm.optimizer import build_optimizer
 from llm.optimizer_muon import newton_schulz
 from parallel.mesh_degrees import Degrees
-from parallel.sharded_optimizer import Zero1, Zero1Settings, apply_zero1
-from parallel.sharded_optimizer_buckets import ALIGNMENT, plan_buckets, rank_starts
+from parallel.sharded_optimizer import MAX_STAGES, Zero1, Zero1Settings, apply_zero1, stages
+from parallel.sharded_optimizer_buckets import ALIGNMENT, BucketPlan, plan_buckets, rank_starts
 from parallel.sharded_optimizer_matrices import iteration_cost, share_out
 from tests.parallel.pool import pool_of
 from tests.parallel.zero_toy import (
@@ -58,6 +59,14 @@ def test_buckets_hold_every_parameter_once_aligned_and_divisible():
 def test_ranks_starts_cut_a_parameter_without_gap_or_overlap():
     assert rank_starts(offset=3, numel=10, share=4, ranks=4) == (0, 1, 5, 9, 10)
     assert rank_starts(offset=8, numel=3, share=4, ranks=4) == (0, 0, 0, 3, 3)
+
+
+def test_a_step_goes_through_every_bucket_once_in_a_few_stages():
+    sizes = [5, 1, 1, 1, 40, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]
+    plans = [BucketPlan((), (), (), size, torch.float32) for size in sizes]
+    runs = stages([SimpleNamespace(plan=plan) for plan in plans])
+    assert [bucket.plan.numel for run in runs for bucket in run] == sizes
+    assert 2 < len(runs) <= MAX_STAGES and all(runs)
 
 
 def test_matrices_are_shared_out_evenly():
