@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from configs.errors import UserError, check_choice, check_positive
 from llm.optimizer import OptimizerConfig
 from llm.schedule import ScheduleConfig
+from parallel.activation_checkpointing import MODES as CHECKPOINTING
 from parallel.mesh_degrees import Degrees
 
 ATTENTION_BACKENDS = ("sdpa", "eager", "mock", "triton")
@@ -139,6 +140,8 @@ class ParallelConfig:
     bucket_mb: float = 25.0  # of gradients in one reduction
     first_bucket_mb: float = 1.0  # small, so that the first reduction starts early
     reduce_dtype: str | None = None  # of gradients on the wire: float32 or bfloat16; null: the gradients' own
+    reduce_each_micro_batch: bool = True  # zero=2, 3; false: full gradients until the last micro-batch, one reduction
+    activation_checkpointing: str = "none"  # "selective": keep matrix products and attention; "full": a block's input
     force: bool = False  # run hooks, buckets and collectives on a single rank too, to measure them
     timeout_s: float = 600.0  # a collective that takes longer ends the run with the ranks that are missing
 
@@ -146,6 +149,7 @@ class ParallelConfig:
         check_positive(**{f"parallel.{name}": getattr(self, name) for name in ("bucket_mb", "first_bucket_mb")})
         check_positive(**{"parallel.timeout_s": self.timeout_s})
         check_choice("parallel.ddp_mode", self.ddp_mode, ("bucketed", "naive"))
+        check_choice("parallel.activation_checkpointing", self.activation_checkpointing, CHECKPOINTING)
         if self.zero not in (0, 1, 2, 3):
             raise UserError(f"parallel.zero={self.zero} must be 0, 1, 2 or 3")
         if self.reduce_dtype is not None:

@@ -7,6 +7,7 @@ is refused. Each keeps parameter names.
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,14 @@ from llm.loss import CrossEntropyLoss, FusedCrossEntropyLoss, LossSums
 from llm.optimizer import build_optimizer
 from llm.parallelize_strategy import Strategy
 from llm.transformer_context import make_context
+from llm.transformer_init import initialise_range
 from llm.transformer_kernels import apply_kernels
+from parallel.activation_checkpointing import make_checkpoint
 from parallel.ddp import DataParallel, DdpSettings
+from parallel.fsdp import FsdpSettings
+from parallel.fsdp_init import apply_fsdp
 from parallel.mesh import Mesh
+from parallel.sharded_optimizer import Zero1, Zero1Settings
 
 ForwardLoss = Callable[[Batch], LossSums]
 
@@ -70,9 +76,14 @@ class Parallelized:
 
 
 def parallelize(model: nn.Module, config: TrainConfig, mesh: Mesh) -> Parallelized:
-    """Apply what the config asks for to a model with its initial weights; UserError for what is not there."""
+    """Apply what the config asks for to a model with its initial weights; UserError for what is not there.
+
+    Under FSDP the model may be on the meta device: its shards are then drawn where they belong.
+    """
     refuse_unknown(config.parallel)
     apply_kernels(model, config.kernels, mesh.device)
+    for block in model.blocks.values():
+        block.checkpoint = make_checkpoint(config.parallel.activation_checkpointing)
     compile_mode = apply_compile(model, config.compile, mesh.device)
     strategy = apply_data_strategy(model, config, mesh)
     fused = config.kernels.uses("optimizer")
@@ -93,4 +104,23 @@ def apply_data_strategy(model: nn.Module, config: TrainConfig, mesh: Mesh) -> St
     bucket_bytes, first_bytes = (int(mb * 2**20) for mb in (parallel.bucket_mb, parallel.first_bucket_mb))
     if parallel.zero == 0 or not mesh.is_active("dp_cp"):
         return DataParallel(model, mesh, DdpSettings(parallel.ddp_mode, bucket_bytes, first_bytes, reduce_dtype))
-    raise UserError(f"parallel.zero={parallel.zero} is not implemented yet; use parallel.zero=0")
+    if parallel.zero == 1:
+        return Zero1(model, mesh, Zero1Settings(bucket_bytes, first_bytes, reduce_dtype))
+    if config.compile == "model":
+        raise UserError(
+            f"compile=model cannot see through the hooks of parallel.zero={parallel.zero}; use compile=block"
+        )
+    settings = FsdpSettings(
+        reshard_after_forward=parallel.zero == 3,
+        param_dtype=torch.bfloat16 if config.dtype == "bfloat16" else None,
+        keep_dtype=is_kept_by_autocast,
+        reduce_dtype=reduce_dtype,
+        reduce_each_micro_batch=parallel.reduce_each_micro_batch,
+    )
+    fill = partial(initialise_range, seed=config.seed, num_layers=config.model.num_layers)
+    return apply_fsdp(model, mesh, settings, model.blocks.values(), fill)
+
+
+def is_kept_by_autocast(name: str, param: Tensor) -> bool:
+    """Norms and embeddings, which autocast computes with in float32; so gathering bfloat16 changes no result."""
+    return param.ndim < 2 or name.startswith("embedding.")
