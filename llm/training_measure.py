@@ -12,7 +12,6 @@ from llm.metrics import mfu
 from llm.metrics_memory import PeakMemory, held_tensors
 from llm.training_setup import Trainer
 from llm.training_step import StepResult
-from parallel.collectives import all_reduce_sum
 
 # The first step makes the optimizer's state, so the peak of a usual step is seen in the second.
 MEASURED_STEPS = 2
@@ -61,9 +60,7 @@ class FirstSteps:
 def log_step(trainer: Trainer, result: StepResult) -> str:
     """Write the line of metrics.jsonl for the step just done; returns a short status."""
     config, window = trainer.config, trainer.throughput.read()
-    sums = torch.stack((result.loss_sum, result.z_loss_sum))
-    all_reduce_sum(sums, trainer.mesh, "dp_cp")
-    loss, z_loss = (sums / max(result.num_targets, 1)).tolist()
+    loss, z_loss = result.mean_losses(trainer.mesh)
     flops = train_flops_per_token(config.model, config.data.seq_len)
     peak = trainer.hardware.peak_flops(config.dtype)
     tokens_per_s = window.tokens_per_s or None

@@ -23,7 +23,7 @@ from llm.metrics import Throughput
 from llm.optimizer import MixedOptimizer
 from llm.parallelize import Parallelized, make_forward_loss, parallelize
 from llm.training_record import Record
-from llm.training_step import StepResult, TrainingStep
+from llm.training_step import StepResult, TrainingStep, rows_of_rank
 from llm.transformer import Transformer
 from llm.transformer_init import initialise
 from llm.transformer_kernels import make_loss
@@ -60,9 +60,8 @@ class Trainer:
 
     def micro_batches(self) -> list[Batch]:
         """This rank's rows of the next global batch: contiguous shares, in micro-batches."""
-        share = self.loader.config.num_sequences // self.mesh.size("dp")
-        first = self.mesh.rank_in("dp") * share
-        return self.loader.micro_batches(self.step, range(first, first + share), self.config.micro_batch_size)
+        rows = rows_of_rank(self.loader.config.num_sequences, self.mesh)
+        return self.loader.micro_batches(self.step, rows, self.config.micro_batch_size)
 
     def out_of_time(self) -> bool:
         limit = self.config.max_time_s
@@ -125,7 +124,7 @@ def set_up(config: TrainConfig, mesh: Mesh) -> Trainer:
     if mesh.device.type == "cpu":
         keep_freed_memory()  # before the calibration, which then sees the allocator that the run will have
     config.parallel.check(mesh.world_size)
-    config.grad_accum_steps(mesh.world_size)
+    config.grad_accum_steps(mesh.size("dp"))
     tokenizer = Tokenizer.load(config.data.tokenizer)
     config = resolve(config, tokenizer, mesh)
     loader, validation = open_data(config, tokenizer, mesh)

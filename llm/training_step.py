@@ -18,7 +18,7 @@ from llm.loss import IGNORE_INDEX
 from llm.optimizer import clipped_step, set_learning_rate
 from llm.parallelize import Parallelized
 from llm.schedule import learning_rate_factor
-from parallel.collectives import all_gather
+from parallel.collectives import all_gather, all_reduce_sum
 from parallel.mesh import Mesh
 
 MAX_BAD_STEPS = 10
@@ -34,6 +34,12 @@ class StepResult:
     gradient_norm: float  # of the global batch, before clipping
     learning_rate: float
     skipped: bool  # the gradient was not finite, nothing was updated
+
+    def mean_losses(self, mesh: Mesh) -> tuple[float, float]:
+        """Loss and z-loss of the global batch, nats a target token; called by all ranks."""
+        sums = all_reduce_sum(torch.stack((self.loss_sum, self.z_loss_sum)), mesh, "dp_cp")
+        loss, z_loss = (sums / max(self.num_targets, 1)).tolist()
+        return loss, z_loss
 
 
 class TrainingStep:
@@ -78,15 +84,15 @@ class TrainingStep:
     def accumulate_gradients(self, micro_batches: list[Batch], num_targets: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Forward and backward of each micro-batch; gradients add up to this rank's share of the global mean."""
         device = self.mesh.device
-        loss_sum, z_loss_sum = torch.zeros(2, device=device)
+        loss_sum, z_loss_sum = torch.zeros(2, device=device).unbind()
         for index, batch in enumerate(micro_batches):
             self.strategy.begin_micro_batch(last=index == len(micro_batches) - 1)
             batch = batch.to(device)
             with torch.autocast(device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None):
                 sums = self.forward_loss(batch)
             ((sums.loss_sum + sums.z_loss_sum) / max(num_targets, 1)).backward()
-            loss_sum += sums.loss_sum.detach()
-            z_loss_sum += sums.z_loss_sum.detach()
+            loss_sum = loss_sum + sums.loss_sum.detach()
+            z_loss_sum = z_loss_sum + sums.z_loss_sum.detach()
         return loss_sum, z_loss_sum
 
     def count_bad_step(self, finite: bool, step: int) -> None:
@@ -96,6 +102,13 @@ class TrainingStep:
                 f"the gradient was not finite for {self.bad_steps} steps up to step {step + 1}; "
                 f"lower optimizer.lr={self.config.optimizer.lr} or raise schedule.warmup_steps and resume"
             )
+
+
+def rows_of_rank(num_sequences: int, mesh: Mesh) -> range:
+    """This rank's rows of a global batch: contiguous shares over the ranks that see different data."""
+    share = num_sequences // mesh.size("dp")
+    first = mesh.rank_in("dp") * share
+    return range(first, first + share)
 
 
 def without_targets(seq_len: int) -> Batch:

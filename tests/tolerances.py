@@ -28,6 +28,6 @@ KERNEL_BF16_GRADIENT = 2.0**-6
 BF16_GRADIENT = 3e-2
 # Ten AdamW steps in float64: where a gradient is nearly zero, m / sqrt(v) turns its rounding into one of the update.
 FP64_ADAMW = 1e-9
-# Muon's Newton-Schulz runs in bfloat16, where a last bit of the gradient may flip a rounding: five products of 2^-8,
-# of an update whose size is the learning rate.
-MUON_STEPS = 1e-2
+# Muon's Newton-Schulz runs in bfloat16, where a last bit of the gradient may flip a rounding: five iterations of 2^-8
+# each in an update, three updates that are as large as the weights.
+MUON_STEPS = 3e-2

@@ -69,13 +69,16 @@ class Pool:
         return all(process.is_alive() for process in self.processes)
 
     def run(
-        self, function: Callable[..., Any], *args: Any, degrees: Degrees | None = None, timeout_s: float | None = None
+        self, function: Callable[..., Any], *args: Any, degrees: Degrees | None = None, force: bool = False
     ) -> list[Any]:
-        """`function(mesh, *args)` on every rank, on the mesh of these degrees, or with all ranks data parallel."""
+        """`function(mesh, *args)` on every rank, on the mesh of these degrees, or with all ranks data parallel.
+
+        `force` gives a pool of one rank groups of one.
+        """
         try:
             for pipe in self.pipes:
-                pipe.send((function, args, degrees or Degrees()))
-            results = self.collect(timeout_s or self.timeout_s)
+                pipe.send((function, args, (degrees or Degrees(), force)))
+            results = self.collect(self.timeout_s)
         except BaseException:
             self.kill()
             raise
@@ -138,20 +141,20 @@ def serve(pipe: Connection, rank: int, world_size: int, port: int, device: str, 
     torch.set_num_threads(1)  # first: after a fork the parent's OpenMP threads are gone and would be waited for
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
-    meshes: dict[Degrees, Mesh] = {}
+    meshes: dict[tuple[Degrees, bool], Mesh] = {}
+    base: Mesh | None = None
     while True:
         try:
-            function, args, degrees = pipe.recv()
+            function, args, layout = pipe.recv()
         except EOFError:
             return
         try:
-            if not meshes:
-                meshes[Degrees()] = init_mesh(device=device, timeout_s=timeout_s)
-            if degrees not in meshes:
-                base = meshes[Degrees()]
-                meshes[degrees] = make_mesh(degrees, base.device, base.local_rank)
-            meshes[degrees].log = CommLog()
-            result = function(meshes[degrees], *args)
+            if base is None:
+                base = init_mesh(device=device, timeout_s=timeout_s, force=True)
+            if layout not in meshes:
+                meshes[layout] = make_mesh(layout[0], base.device, base.local_rank, force=layout[1])
+            meshes[layout].log = CommLog()
+            result = function(meshes[layout], *args)
             pipe.send((tree_map_only(torch.Tensor, NumpyTensor, result), None))
         except BaseException:
             pipe.send((None, traceback.format_exc()))

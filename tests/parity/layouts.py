@@ -1,0 +1,70 @@
+"""A layout as it stands on the command line, "dp=2,zero=3", and the grid that runs without one."""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from configs.errors import UserError
+from llm.args import ParallelConfig
+from parallel.mesh_degrees import Degrees
+
+# Small enough that the harness' tiny model has several buckets.
+SMALL_BUCKETS = {"bucket_mb": 0.006, "first_bucket_mb": 0.001}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees and settings of one run: fields of ParallelConfig."""
+
+    text: str
+    settings: tuple[tuple[str, Any], ...]
+
+    def config(self) -> ParallelConfig:
+        return ParallelConfig(**SMALL_BUCKETS | dict(self.settings))
+
+    @property
+    def world_size(self) -> int:
+        config = self.config()
+        return (config.dp or 1) * config.cp * config.tp * config.pp
+
+    def degrees(self) -> Degrees:
+        return self.config().degrees().resolve(self.world_size)
+
+
+def parse_layout(text: str) -> Layout:
+    """ "dp=2,zero=3" -> Layout; UserError for an unknown name or a value of the wrong type."""
+    known = {field.name: field for field in fields(ParallelConfig)}
+    settings = {}
+    for part in filter(None, text.replace(" ", "").split(",")):
+        name, _, value = part.partition("=")
+        if name not in known or not value:
+            raise UserError(f"--layout {text!r}: {part!r} is no setting; use name=value with names of {sorted(known)}")
+        settings[name] = parse_value(name, value)
+    return Layout(text, tuple(settings.items()))
+
+
+def parse_value(name: str, value: str) -> Any:
+    if name in ("ddp_mode", "reduce_dtype"):
+        return value
+    if name == "force":
+        return value == "true"
+    try:
+        return float(value) if name.endswith(("_mb", "_s")) else int(value)
+    except ValueError as error:
+        raise UserError(f"--layout: {name}={value!r} must be a number") from error
+
+
+def layouts(*texts: str) -> list[Layout]:
+    return [parse_layout(text) for text in texts]
+
+
+def forced(layout: Layout) -> Layout:
+    """The same on a single rank, with hooks and collectives over a group of one."""
+    settings = {name: value for name, value in layout.settings if name not in ("dp", "dp_shard")}
+    text = f"{layout.text} on one rank"
+    return replace(layout, text=text, settings=tuple((settings | {"dp": 1, "force": True}).items()))
+
+
+DEFAULT_GRID = layouts(
+    "dp=1", "dp=1,force=true", "dp=2", "dp=2,ddp_mode=naive", "dp=2,reduce_dtype=bfloat16", "dp=3", "dp=4"
+)
+SLOW_GRID = layouts("dp=8", "dp=4,ddp_mode=naive", "dp=2,bucket_mb=25", "dp=2,first_bucket_mb=0.0001,bucket_mb=0.0001")

@@ -1,0 +1,49 @@
+"""The suite itself under test: each injected fault must turn it red, in the layout and case that are named for it."""
+
+import pytest
+
+from tests.parallel.pool import pool_of
+from tests.parity.compare import Mismatch, compare
+from tests.parity.layouts import parse_layout
+from tests.parity.mutants import MUTANTS, applied, find_function, mutated_code
+from tests.parity.ranks import run_layout
+from tests.parity.reference import saved_reference
+
+pytestmark = pytest.mark.dist
+
+
+def run(mutant, with_patch):
+    layout = parse_layout(mutant.layout)
+    pool = pool_of(layout.world_size)
+    args = (mutant.case, layout.config(), mutant.accumulation, mutant if with_patch else None)
+    ranks = pool.run(run_layout, *args, degrees=layout.degrees(), force=layout.config().force)
+    compare(ranks, saved_reference(mutant.case), mutant.case)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_an_injected_fault_is_caught(mutant):
+    mutated_code(mutant)  # first, so that a patch that no longer fits is not taken for a fault that was seen
+    with pytest.raises((Mismatch, RuntimeError)) as caught:
+        run(mutant, with_patch=True)
+    if caught.type is RuntimeError:  # a rank stopped by itself, by one of our assertions and by nothing else
+        assert "AssertionError" in str(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize("mutant", [m for m in MUTANTS if m.layout not in ("dp=1", "dp=2")], ids=lambda m: m.layout)
+def test_the_same_layout_is_green_without_the_fault(mutant):
+    run(mutant, with_patch=False)
+
+
+def test_there_is_at_least_one_mutant_for_each_kind_of_code():
+    files = {mutant.function.partition(":")[0] for mutant in MUTANTS}
+    assert {"llm.training_step", "parallel.ddp", "parallel.ddp_buckets"} <= files and len(MUTANTS) >= 15
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+
+
+def test_a_patch_is_gone_after_its_block():
+    mutant = MUTANTS[0]
+    function = find_function(mutant.function)
+    code = function.__code__
+    with applied(mutant):
+        assert function.__code__ is not code
+    assert function.__code__ is code

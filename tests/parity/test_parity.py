@@ -1,0 +1,41 @@
+"""Every layout trains as one device does: full gradients before norm before parameters before losses."""
+
+import pytest
+
+from tests.parallel.pool import pool_of
+from tests.parity.cases import ADAMW64, BF16, CASES, MUON, SGD32, SGD64
+from tests.parity.compare import compare
+from tests.parity.ranks import run_layout
+from tests.parity.reference import saved_reference
+
+pytestmark = pytest.mark.dist
+
+
+def check(layout, case, accumulation=1, device="cpu"):
+    if layout.config().reduce_dtype is not None and case is not BF16:
+        pytest.skip("gradients that travel in fewer digits are compared in the pass that has no more")
+    pool = pool_of(layout.world_size, device)
+    ranks = pool.run(
+        run_layout, case, layout.config(), accumulation, degrees=layout.degrees(), force=layout.config().force
+    )
+    compare(ranks, saved_reference(case), case)
+    return ranks
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_layout_matches_one_device(layout, case):
+    check(layout, case)
+
+
+@pytest.mark.parametrize("accumulation", [3, "uneven"])
+@pytest.mark.parametrize("case", [SGD64, ADAMW64], ids=lambda case: case.name)
+def test_layout_matches_one_device_under_accumulation(layout, case, accumulation):
+    if accumulation == "uneven" and layout.config().degrees().resolve(layout.world_size).dp == 1:
+        pytest.skip("one data rank has all rows")
+    check(layout, case, accumulation)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [SGD64, SGD32, ADAMW64, BF16, MUON], ids=lambda case: case.name)
+def test_layout_matches_one_device_on_gpus(gpu_layout, case):
+    check(gpu_layout, case, accumulation=3, device="cuda")
