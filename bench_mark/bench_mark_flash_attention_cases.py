@@ -111,14 +111,32 @@ def time_ms(call: Callable[[], object], rep_ms: int = 100) -> float:
     return triton.testing.do_bench(call, warmup=25, rep=rep_ms, return_mode="median")
 
 
+def graph_ms(call: Callable[[], object], rep_ms: int = 100) -> float:
+    """The same, replayed from a CUDA graph: what the device needs, however slow the host is."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # warm-up off the capturing stream, as PyTorch asks
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return time_ms(graph.replay, rep_ms)
+
+
 def time_passes(attend: Attend, tensors: list[Tensor], rep_ms: int = 100) -> dict[str, float]:
-    """Milliseconds of forward and of backward of one kernel; `tensors` are q, k, v, dout in its layout."""
+    """Milliseconds of one kernel, `tensors` being q, k, v, dout in its layout.
+
+    forward and backward as eager calls; device: both together from a CUDA graph, without the host.
+    """
     q, k, v, dout = tensors
     with torch.no_grad():
         forward = time_ms(lambda: attend(q, k, v), rep_ms)
     out = attend(q, k, v)
     backward = time_ms(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True), rep_ms)
-    return {"forward": forward, "backward": backward}
+    device = graph_ms(lambda: torch.autograd.grad(attend(q, k, v), (q, k, v), dout), rep_ms)
+    return {"forward": forward, "backward": backward, "device": device}
 
 
 def measured_peaks() -> Peaks:

@@ -23,55 +23,77 @@ from bench_mark.bench_mark_flash_attention_cases import (
     Case,
     document_ids,
     document_lengths,
+    graph_ms,
     heads_first,
     make_inputs,
     peers,
     relative_error,
-    time_ms,
 )
 from kernel.cost_model import document_pairs
 from kernel.flash_attention_ranges import document_ranges
-from kernel.flash_attention_triton_launch import CAUSAL, RANGES, Attention, TileConfig, run_backward, run_forward
+from kernel.flash_attention_triton_launch import (
+    CAUSAL,
+    RANGES,
+    Attention,
+    TileConfig,
+    launch_key,
+    launch_query,
+    run_backward,
+    run_delta,
+    run_forward,
+)
+from kernel.flash_attention_triton_launch import hopper as hopper_launch
 
 PASSED = 2e-2  # far above bf16's own error (3e-3), far below that of any wrong tile
 MARK = "RESULT "
 
+PRODUCTS = {"forward": 2, "backward": 5, "key": 4, "query": 3}  # matrix products a pair; of a kernel alone, its own
 CHECKED = TileConfig(64, 64, 4, 2)  # the tile that makes the inputs of a backward
 
 
-LONG_D128, LONG_D64, SHORT_D64, PACKED = 0, 1, 3, 6  # of CASES
-KEY = [(64, 128, 8, 3), (64, 128, 8, 4), (64, 64, 4, 3), (64, 64, 4, 4), (64, 64, 8, 3), (128, 128, 8, 2)]
-QUERY = [(64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 8, 2), (128, 64, 8, 3), (64, 128, 4, 2)]
+LONG_D128, LONG_D64, LONGEST, SHORT_D64, PACKED = 0, 1, 2, 3, 6  # of CASES
 
 
-def tiles(shapes: list[tuple[int, ...]], *limits: int) -> list[TileConfig]:
-    """Plain tiles (block_m, block_n, warps, stages), each also under every limit of registers."""
-    return [TileConfig(*shape, max_registers=limit) for shape in shapes for limit in (None, *limits)]
+def tiles(*shapes: tuple[int, ...]) -> list[TileConfig]:
+    """Plain tiles (block_m, block_n, warps, stages)."""
+    return [TileConfig(*shape) for shape in shapes]
 
 
-def hopper(*shapes: tuple[int, int], heads: int = 16, persistent: bool = False) -> list[TileConfig]:
-    """Two consumers of 64 rows, (block_n, stages)."""
-    return [TileConfig(128, n, 4, stages, 2, 240, persistent, heads) for n, stages in shapes]
+def hopper(kind: str, *shapes: tuple[int, int, int], heads: int = 16) -> list[TileConfig]:
+    """(consumers, width of the other side, stages); registers as the warpgroups leave them."""
+    found = []
+    for consumers, width, stages in shapes:
+        m, n = (width, 64 * consumers) if kind == "key" else (64 * consumers, width)
+        found.append(TileConfig(m, n, 4, stages, consumers, 240 if consumers == 2 else 160, heads))
+    return found
+
+
+KEY_D128 = hopper("key", (2, 64, 2))
+KEY_D64 = hopper("key", (2, 64, 4), (3, 64, 2))
+QUERY_D128 = hopper("query", (2, 128, 2), (2, 64, 3), (2, 64, 4), (3, 64, 2))
+QUERY_D64 = hopper("query", (2, 128, 3), (2, 64, 4), (3, 64, 3))
+FORWARD_D128 = hopper("forward", (2, 128, 2), (2, 64, 3), (2, 64, 4))
+FORWARD_D64 = hopper("forward", (2, 128, 2), (2, 128, 3), (2, 64, 4), (3, 128, 2), (3, 64, 3))
 
 
 def plan() -> dict[tuple[int, str], list[TileConfig]]:
-    """The tiles to try by case and pass: neighbours of what won the sweep before."""
-    wide = hopper((128, 2), heads=64) + hopper((128, 2), heads=4)
-    short = [(64, 128, 4, 2), (64, 128, 4, 3), (64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 4, 3), (128, 64, 8, 3)]
-    packed = [(64, 64, 4, 3), (64, 128, 4, 2), (64, 32, 4, 3), (128, 64, 8, 3)]
+    """The tiles to try by case and pass: the best of the sweep before, and what is new."""
     return {
-        (PACKED, "forward"): tiles(packed) + hopper((128, 2), (64, 3)),
-        (PACKED, "backward"): tiles([(64, 64, 4, 3), (64, 64, 4, 2), (64, 128, 8, 3), (32, 64, 4, 3)]),
-        (LONG_D128, "forward"): hopper((128, 2)) + wide + tiles([(64, 64, 4, 3)]),
-        (LONG_D64, "forward"): tiles([(64, 128, 4, 2), (64, 128, 4, 3), (64, 64, 4, 4)], 168) + hopper((128, 3)),
-        (SHORT_D64, "forward"): tiles(short) + tiles([(64, 128, 4, 2)], 168) + hopper((128, 2), (128, 3)),
-        (LONG_D128, "backward"): tiles(KEY),
-        (LONG_D64, "backward"): tiles(KEY) + tiles([(64, 64, 4, 3), (32, 64, 4, 3)], 168),
-        (SHORT_D64, "backward"): tiles(KEY[:4]),
-        (LONG_D128, "deterministic key"): tiles(KEY),
-        (LONG_D64, "deterministic key"): tiles(KEY) + tiles([(64, 64, 4, 3)], 168),
-        (LONG_D128, "deterministic query"): tiles(QUERY),
-        (LONG_D64, "deterministic query"): tiles(QUERY) + tiles([(64, 64, 4, 3)], 168),
+        (LONG_D128, "forward"): FORWARD_D128,
+        (LONG_D128, "key"): KEY_D128,
+        (LONG_D128, "query"): QUERY_D128,
+        (LONG_D64, "forward"): tiles((64, 128, 4, 2)) + FORWARD_D64,
+        (LONG_D64, "key"): KEY_D64,
+        (LONG_D64, "query"): QUERY_D64,
+        (LONGEST, "forward"): FORWARD_D128[:2],
+        (LONGEST, "key"): KEY_D128,
+        (LONGEST, "query"): QUERY_D128[:1],
+        (SHORT_D64, "forward"): tiles((64, 128, 4, 2), (64, 64, 4, 3)) + FORWARD_D64,
+        (SHORT_D64, "key"): KEY_D64,
+        (SHORT_D64, "query"): QUERY_D64,
+        (PACKED, "forward"): tiles((64, 64, 4, 3)) + FORWARD_D128,
+        (PACKED, "key"): KEY_D128 + hopper("key", (2, 64, 2), heads=4),
+        (PACKED, "query"): QUERY_D128 + hopper("query", (2, 64, 4), heads=4),
     }
 
 
@@ -92,19 +114,34 @@ def make_mask(case: Case) -> dict[str, Any]:
     return {"bounds": RANGES, "ranges": (ranges.key_lo, ranges.key_hi, ranges.query_lo, ranges.query_hi)}
 
 
-def make_call(variant: dict[str, Any], tensors: list[torch.Tensor], config: TileConfig | None = None):
+def make_call(variant: dict[str, Any], tensors: list[torch.Tensor], config: TileConfig | None = None, timed=False):
     """A callable that runs the variant, or its pass with another tile."""
     q, k, v, dout = (x.detach() for x in tensors)
     config, kind = config or TileConfig(**variant["config"]), variant["kind"]
     mask = make_mask(CASES[variant["case"]])
-    call = Attention(scale=q.shape[-1] ** -0.5, deterministic=kind.startswith("deterministic"), **mask)
+    call = Attention(scale=q.shape[-1] ** -0.5, deterministic=kind != "backward", **mask)
     if kind == "forward":
         return lambda: run_forward(q, k, v, call, config)
     out, lse = run_forward(q, k, v, call, CHECKED)
-    saved = [q, k, v, out, lse, dout, torch.zeros_like(lse)]
-    if kind == "deterministic query":
-        return lambda: run_backward(saved, call, query_config=config)
-    return lambda: run_backward(saved, call, key_config=config)
+    saved = [q, k, v, out, lse, dout, None]
+    other = TileConfig(64, 64, 4, 2)
+    if kind == "backward":
+        return lambda: run_backward(saved, call, key_config=config)
+    if timed:  # one kernel alone
+        return kernel_alone(kind, (q, k, v, dout), run_delta(out, lse, dout, None), call, config)
+    tried = (config, other) if kind == "key" else (other, config)
+    return lambda: run_backward(saved, call, *tried)
+
+
+def kernel_alone(kind: str, tensors, rows, call: Attention, config: TileConfig):
+    """The kernel of dK and dV, or that of dQ, without the rest of the backward."""
+    q, k, v, _ = tensors
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    if kind == "key":
+        launch = hopper_launch().launch_key if config.consumers else launch_key
+        return lambda: launch(tensors, rows, (None, dk, dv), call, config)
+    launch = hopper_launch().launch_query if config.consumers else launch_query
+    return lambda: launch(tensors, rows, dq, call, config)
 
 
 def reference(variant: dict[str, Any], case: Case, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -143,8 +180,8 @@ def try_apart(variant: dict[str, Any], seconds: int) -> dict[str, Any]:
 def time_variant(variant: dict[str, Any]) -> dict[str, Any]:
     """Milliseconds and TFLOP/s of a variant that passed."""
     case = CASES[variant["case"]]
-    factor = 4.0 if variant["kind"] == "forward" else 10.0
-    ms = time_ms(make_call(variant, make_inputs(case)), rep_ms=50)
+    factor = PRODUCTS[variant["kind"]] * 2.0
+    ms = graph_ms(make_call(variant, make_inputs(case), timed=True), rep_ms=30)
     pairs = document_pairs(document_lengths(case.T)) if case is CASES[PACKED] else case.pairs
     return {"ms": ms, "tflops": factor * case.B * case.H * pairs * case.D / ms * 1e-9}
 
@@ -155,7 +192,7 @@ def describe(variant: dict[str, Any]) -> str:
     if config["max_registers"]:
         tile += f" r{config['max_registers']}"
     if config["consumers"]:
-        tile += f" hopper c{config['consumers']} r{config['registers']} persistent={config['persistent']:d}"
+        tile += f" hopper c{config['consumers']} r{config['registers']}"
         tile += f" heads{config['heads']}"
     return f"{CASES[variant['case']].name:19} {variant['kind']:19} {tile}"
 

@@ -64,7 +64,7 @@ def flash_attention(
         integers = [bounds, q_offset, int(deterministic)]
         out, lse = flash_attention_forward(q, k, v, ranges, integers, [scale, softcap])
     else:
-        call = Attention(tuple(ranges), bounds, q_offset, scale, softcap, deterministic or None)
+        call = Attention(tuple(ranges), bounds, q_offset, scale, softcap, deterministic)
         out, lse = EagerAttention.apply(q, k, v, call)
     return (out[0] if packed else out), lse
 
@@ -163,7 +163,7 @@ def flash_attention_backward(
 
 
 def make_call(ranges: list[Tensor], integers: list[int], floats: list[float]) -> Attention:
-    return Attention(tuple(ranges), integers[0], integers[1], floats[0], floats[1], bool(integers[2]) or None)
+    return Attention(tuple(ranges), integers[0], integers[1], floats[0], floats[1], bool(integers[2]))
 
 
 @flash_attention_forward.register_fake

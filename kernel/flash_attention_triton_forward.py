@@ -35,11 +35,11 @@ def query_interval(low_ptr, high_ptr, row, T, S, q_offset, BOUNDS: tl.constexpr)
 def visit_key_tiles(
     state, q, k_desc, v_desc, batch, kv_head, begin, end, low, high, qk_scale, softcap,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One run of key tiles folded into state = (acc, row_max, row_sum)."""
     acc, row_max, row_sum = state
-    for start in tl.range(begin, end, BLOCK_N, warp_specialize=WARP_SPECIALIZE):
+    for start in tl.range(begin, end, BLOCK_N):
         k = k_desc.load([batch, kv_head, start, 0]).reshape(BLOCK_N, BLOCK_D)
         scores = tl.dot(q, k.T, input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
         scale = qk_scale
@@ -69,7 +69,6 @@ def forward_kernel(
     stride_out_b, stride_out_t, stride_out_h, stride_bounds_b, T, S, H, D, q_offset, qk_scale, softcap,
     GROUP: tl.constexpr, HEADS_PER_SWIZZLE: tl.constexpr, BOUNDS: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,
 ):  # fmt: skip
     # Which tile: long ones first, and a few heads at a time, so that their keys and values stay in L2.
     num_tiles = tl.cdiv(T, BLOCK_M)
@@ -104,15 +103,15 @@ def forward_kernel(
     if BOUNDS == 2:
         state = visit_key_tiles(
             state, q, k_desc, v_desc, batch, kv_head, begin, whole_begin, low, high, qk_scale, softcap,
-            BLOCK_N, BLOCK_D, True, SOFTCAP, PRECISION, False,
+            BLOCK_N, BLOCK_D, True, SOFTCAP, PRECISION,
         )  # fmt: skip
     state = visit_key_tiles(
         state, q, k_desc, v_desc, batch, kv_head, whole_begin, whole_end, low, high, qk_scale, softcap,
-        BLOCK_N, BLOCK_D, False, SOFTCAP, PRECISION, WARP_SPECIALIZE,
+        BLOCK_N, BLOCK_D, False, SOFTCAP, PRECISION,
     )  # fmt: skip
     state = visit_key_tiles(
         state, q, k_desc, v_desc, batch, kv_head, whole_end, end, low, high, qk_scale, softcap,
-        BLOCK_N, BLOCK_D, True, SOFTCAP, PRECISION, False,
+        BLOCK_N, BLOCK_D, True, SOFTCAP, PRECISION,
     )  # fmt: skip
     acc, row_max, row_sum = state
 

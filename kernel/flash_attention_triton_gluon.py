@@ -2,8 +2,9 @@
 
 A block of threads holds one producer warp and two or three consumer warpgroups, each owner of 64 query rows. The
 producer keeps a ring of K and V tiles full through TMA; a consumer runs S = Q K^T of the next tile and P V of the last
-on the tensor cores together, and takes the softmax of the next while P V still runs. Blocks are persistent: the
-producer loads the next tile of queries while the consumers finish the last. The maths is that of forward_kernel.
+on the tensor cores together, and takes the softmax of the next while P V still runs. A warpgroup hands tiles that none
+of its rows sees back unread. Blocks are persistent: the producer draws the next work item from a counter and loads its
+tiles while the consumers finish the last. The maths is that of forward_kernel.
 """
 
 from triton.experimental import gluon
@@ -44,15 +45,6 @@ def find_tile(index, T, H, num_heads, HEADS_PER_SWIZZLE: gl.constexpr, BLOCK_M: 
 
 
 @gluon.jit
-def find_work(turn, num_items):
-    """The turn-th item of this block, in a snake over the blocks so that long and short tiles even out."""
-    blocks = gl.num_programs(0)
-    forward = gl.program_id(0)
-    place = gl.where(turn % 2 == 0, forward, blocks - 1 - forward)
-    return turn * blocks + place
-
-
-@gluon.jit
 def key_tiles(low_ptr, high_ptr, batch, tile_start, T, S, q_offset, stride_bounds_b, BOUNDS: gl.constexpr,
               BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):  # fmt: skip
     """(first key, number of key tiles) of a tile of queries."""
@@ -65,44 +57,77 @@ def key_tiles(low_ptr, high_ptr, batch, tile_start, T, S, q_offset, stride_bound
 
 
 @gluon.jit
+def take_item(item_slots, item_full, item_empty, turn):
+    """A consumer's next work item, as the producer published it."""
+    slot = turn % 2
+    mbarrier.wait(item_full.index(slot), (turn // 2) & 1)
+    item = gl.max(item_slots.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
+    mbarrier.arrive(item_empty.index(slot), count=1)
+    return item
+
+
+@gluon.jit
+def publish_item(item, item_slots, item_full, item_empty, turn):
+    slot = turn % 2
+    mbarrier.wait(item_empty.index(slot), ((turn // 2) & 1) ^ 1)
+    item_slots.index(slot).store(gl.full([1], item, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    mbarrier.arrive(item_full.index(slot), count=1)
+
+
+@gluon.jit
 def produce(
     q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    low_ptr, high_ptr, stride_bounds_b, T, S, H, num_heads, q_offset,
+    item_slots, item_full, item_empty, counter_ptr, low_ptr, high_ptr, stride_bounds_b, T, S, H, num_heads, q_offset,
     GROUP: gl.constexpr, HEADS_PER_SWIZZLE: gl.constexpr, BOUNDS: gl.constexpr, CONSUMERS: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The producer warp: Q once a tile of queries, K and V through rings of STAGES tiles, last keys first."""
+    """The producer warp: hands out work items, loads Q once an item, K and V through rings, last keys first."""
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     num_items = gl.cdiv(T, BLOCK_M) * num_heads
     step = 0
-    for turn in range(gl.cdiv(num_items, gl.num_programs(0))):
-        index = find_work(turn, num_items)
-        if index < num_items:
-            batch, head, tile_start = find_tile(index, T, H, num_heads, HEADS_PER_SWIZZLE, BLOCK_M)
-            begin, count = key_tiles(
-                low_ptr, high_ptr, batch, tile_start, T, S, q_offset, stride_bounds_b, BOUNDS, BLOCK_M, BLOCK_N
-            )
-            for part in gl.static_range(CONSUMERS):
-                mbarrier.wait(q_empty.index(part), (turn & 1) ^ 1)
-                mbarrier.expect(q_full.index(part), q_desc.block_type.nbytes)
-                row = tile_start + part * ROWS
-                tma.async_copy_global_to_shared(q_desc, [batch, head, row, 0], q_full.index(part), q_tiles.index(part))
-            kv_head = head // GROUP
-            for i in range(count):
-                slot = step % STAGES
-                phase = (step // STAGES) & 1
-                key = begin + (count - 1 - i) * BLOCK_N
-                mbarrier.wait(k_empty.index(slot), phase ^ 1)
-                mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(
-                    k_desc, [batch, kv_head, key, 0], k_full.index(slot), k_tiles.index(slot)
-                )
-                mbarrier.wait(v_empty.index(slot), phase ^ 1)
-                mbarrier.expect(v_full.index(slot), v_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(
-                    v_desc, [batch, kv_head, key, 0], v_full.index(slot), v_tiles.index(slot)
-                )
-                step += 1
+    turn = 0
+    item = gl.program_id(0)
+    while item < num_items:
+        publish_item(item, item_slots, item_full, item_empty, turn)
+        batch, head, tile_start = find_tile(item, T, H, num_heads, HEADS_PER_SWIZZLE, BLOCK_M)
+        begin, count = key_tiles(
+            low_ptr, high_ptr, batch, tile_start, T, S, q_offset, stride_bounds_b, BOUNDS, BLOCK_M, BLOCK_N
+        )
+        # The next item is asked for early, since the answer takes a microsecond.
+        item = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1, sem="relaxed")
+        for part in gl.static_range(CONSUMERS):
+            place = (turn % 2) * CONSUMERS + part
+            mbarrier.wait(q_empty.index(place), ((turn // 2) & 1) ^ 1)
+            mbarrier.expect(q_full.index(place), q_desc.block_type.nbytes)
+            row = tile_start + part * ROWS
+            tma.async_copy_global_to_shared(q_desc, [batch, head, row, 0], q_full.index(place), q_tiles.index(place))
+        kv_head = head // GROUP
+        for i in range(count):
+            slot = step % STAGES
+            phase = (step // STAGES) & 1
+            key = begin + (count - 1 - i) * BLOCK_N
+            mbarrier.wait(k_empty.index(slot), phase ^ 1)
+            mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(k_desc, [batch, kv_head, key, 0], k_full.index(slot), k_tiles.index(slot))
+            mbarrier.wait(v_empty.index(slot), phase ^ 1)
+            mbarrier.expect(v_full.index(slot), v_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(v_desc, [batch, kv_head, key, 0], v_full.index(slot), v_tiles.index(slot))
+            step += 1
+        turn += 1
+    publish_item(num_items, item_slots, item_full, item_empty, turn)
+
+
+@gluon.jit
+def skip_tiles(step, count, k_full, k_empty, v_full, v_empty, STAGES: gl.constexpr):
+    """Tiles that none of this consumer's rows sees, handed back unread."""
+    for i in range(step, step + count):
+        slot = i % STAGES
+        phase = (i // STAGES) & 1
+        mbarrier.wait(k_full.index(slot), phase)
+        mbarrier.arrive(k_empty.index(slot), count=1)
+        mbarrier.wait(v_full.index(slot), phase)
+        mbarrier.arrive(v_empty.index(slot), count=1)
+    return step + gl.maximum(count, 0)
 
 
 @gluon.jit
@@ -151,119 +176,132 @@ def visit_tiles(
 
 
 @gluon.jit
+def release_before(q_empty, turn, PART: gl.constexpr, CONSUMERS: gl.constexpr):
+    """The item before has left its tile, which may take the Q of the item after this one."""
+    tma.store_wait(0)
+    mbarrier.arrive(q_empty.index((1 - turn % 2) * CONSUMERS + PART), count=1, pred=turn > 0)
+
+
+@gluon.jit
 def consume(
-    out_desc, q_tiles, out_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    lse_ptr, low_ptr, high_ptr, stride_bounds_b, T, S, H, num_heads, q_offset, qk_scale,
-    PART: gl.constexpr, HEADS_PER_SWIZZLE: gl.constexpr, BOUNDS: gl.constexpr, CONSUMERS: gl.constexpr,
+    out_desc, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+    item_slots, item_full, item_empty, lse_ptr, low_ptr, high_ptr, stride_bounds_b, T, S, H, num_heads, q_offset,
+    qk_scale, PART: gl.constexpr, HEADS_PER_SWIZZLE: gl.constexpr, BOUNDS: gl.constexpr, CONSUMERS: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One consumer warpgroup: 64 rows of each tile of queries."""
+    """One consumer warpgroup: 64 rows of each work item."""
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    q_tile = q_tiles.index(PART)
-    out_tile = out_tiles.index(PART)
     num_items = gl.cdiv(T, BLOCK_M) * num_heads
     step = 0
-    for turn in range(gl.cdiv(num_items, gl.num_programs(0))):
-        index = find_work(turn, num_items)
-        if index < num_items:
-            batch, head, tile_start = find_tile(index, T, H, num_heads, HEADS_PER_SWIZZLE, BLOCK_M)
-            begin, count = key_tiles(
-                low_ptr, high_ptr, batch, tile_start, T, S, q_offset, stride_bounds_b, BOUNDS, BLOCK_M, BLOCK_N
+    turn = 0
+    item = take_item(item_slots, item_full, item_empty, turn)
+    while item < num_items:
+        batch, head, tile_start = find_tile(item, T, H, num_heads, HEADS_PER_SWIZZLE, BLOCK_M)
+        begin, count = key_tiles(
+            low_ptr, high_ptr, batch, tile_start, T, S, q_offset, stride_bounds_b, BOUNDS, BLOCK_M, BLOCK_N
+        )
+        row0 = tile_start + PART * ROWS
+        rows = row0 + gl.arange(0, ROWS, layout=ROW_LAYOUT)
+        low_b = low_ptr + batch.to(gl.int64) * stride_bounds_b
+        high_b = high_ptr + batch.to(gl.int64) * stride_bounds_b
+        low, high = find_interval(low_b, high_b, rows, T, S, q_offset, BOUNDS)
+        first_low, first_high = find_interval(low_b, high_b, row0, T, S, q_offset, BOUNDS)
+        last_low, last_high = find_interval(low_b, high_b, row0 + ROWS - 1, T, S, q_offset, BOUNDS)
+        # From the last key tile: 0..start unseen by these rows, ..cut cut by `high`, ..whole seen whole, ..stop cut by
+        # `low`, ..count unseen.
+        start = gl.minimum(gl.maximum(count - gl.cdiv(gl.maximum(last_high - begin, 0), BLOCK_N), 0), count)
+        stop = gl.minimum(gl.maximum(count - gl.maximum(first_low - begin, 0) // BLOCK_N, start), count)
+        cut = gl.minimum(gl.maximum(count - gl.maximum(first_high - begin, 0) // BLOCK_N, start + 1), stop)
+        whole = gl.minimum(gl.maximum(count - gl.cdiv(gl.maximum(last_low - begin, 0), BLOCK_N), cut), stop)
+        place = (turn % 2) * CONSUMERS + PART
+        q_tile = q_tiles.index(place)
+        acc = gl.zeros([ROWS, BLOCK_D], gl.float32, O_LAYOUT)
+        row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW_LAYOUT)
+        row_sum = gl.zeros([ROWS], gl.float32, ROW_LAYOUT)
+        mbarrier.wait(q_full.index(place), (turn // 2) & 1)
+        step = skip_tiles(step, start, k_full, k_empty, v_full, v_empty, STAGES)
+        if start < stop:
+            slot = step % STAGES
+            mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
+            scores = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
+            scores = warpgroup_mma(q_tile, k_tiles.index(slot).permute((1, 0)), scores, use_acc=False, is_async=True)
+            scores = warpgroup_mma_wait(0, deps=[scores])
+            mbarrier.arrive(k_empty.index(slot), count=1)
+            key = begin + (count - 1 - start) * BLOCK_N
+            p, _alpha, row_max, row_sum = fold_scores(
+                scores, row_max, row_sum, key, low, high, qk_scale, True, S_LAYOUT
             )
-            row0 = tile_start + PART * ROWS
-            rows = row0 + gl.arange(0, ROWS, layout=ROW_LAYOUT)
-            bounds_b = batch.to(gl.int64) * stride_bounds_b
-            low, high = find_interval(low_ptr + bounds_b, high_ptr + bounds_b, rows, T, S, q_offset, BOUNDS)
-            whole_end = find_interval(low_ptr + bounds_b, high_ptr + bounds_b, row0, T, S, q_offset, BOUNDS)[1]
-            whole_low = find_interval(low_ptr + bounds_b, high_ptr + bounds_b, row0 + ROWS - 1, T, S, q_offset, BOUNDS)[
-                0
-            ]
-            # From the last key tile: 0..cut are cut by `high`, cut..whole seen whole, whole..count cut by `low`.
-            cut = gl.minimum(gl.maximum(count - gl.maximum(whole_end - begin, 0) // BLOCK_N, 1), count)
-            whole = gl.minimum(gl.maximum(count - gl.cdiv(whole_low - begin, BLOCK_N), cut), count)
-            acc = gl.zeros([ROWS, BLOCK_D], gl.float32, O_LAYOUT)
-            row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW_LAYOUT)
-            row_sum = gl.zeros([ROWS], gl.float32, ROW_LAYOUT)
-            mbarrier.wait(q_full.index(PART), turn & 1)
-            if count > 0:
-                slot = step % STAGES
-                mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
-                scores = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
-                scores = warpgroup_mma(
-                    q_tile, k_tiles.index(slot).permute((1, 0)), scores, use_acc=False, is_async=True
-                )
-                scores = warpgroup_mma_wait(0, deps=[scores])
-                mbarrier.arrive(k_empty.index(slot), count=1)
-                key = begin + (count - 1) * BLOCK_N
-                p, _alpha, row_max, row_sum = fold_scores(
-                    scores, row_max, row_sum, key, low, high, qk_scale, True, S_LAYOUT
-                )
-                p16 = gl.convert_layout(p.to(k_tiles.dtype), P_LAYOUT, assert_trivial=True)
-                step += 1
+            p16 = gl.convert_layout(p.to(k_tiles.dtype), P_LAYOUT, assert_trivial=True)
+            step += 1
+            release_before(q_empty, turn, PART, CONSUMERS)
+            acc, p16, row_max, row_sum, step = visit_tiles(
+                acc, p16, row_max, row_sum, step, start + 1, cut, q_tile, k_tiles, v_tiles, k_full, k_empty, v_full,
+                v_empty, begin, count, low, high, qk_scale, True, STAGES, BLOCK_N, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+            )  # fmt: skip
+            acc, p16, row_max, row_sum, step = visit_tiles(
+                acc, p16, row_max, row_sum, step, cut, whole, q_tile, k_tiles, v_tiles, k_full, k_empty, v_full,
+                v_empty, begin, count, low, high, qk_scale, False, STAGES, BLOCK_N, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+            )  # fmt: skip
+            if BOUNDS == 2:
                 acc, p16, row_max, row_sum, step = visit_tiles(
-                    acc, p16, row_max, row_sum, step, 1, cut, q_tile, k_tiles, v_tiles, k_full, k_empty, v_full,
+                    acc, p16, row_max, row_sum, step, whole, stop, q_tile, k_tiles, v_tiles, k_full, k_empty, v_full,
                     v_empty, begin, count, low, high, qk_scale, True, STAGES, BLOCK_N, S_LAYOUT, O_LAYOUT, P_LAYOUT,
                 )  # fmt: skip
-                acc, p16, row_max, row_sum, step = visit_tiles(
-                    acc, p16, row_max, row_sum, step, cut, whole, q_tile, k_tiles, v_tiles, k_full, k_empty, v_full,
-                    v_empty, begin, count, low, high, qk_scale, False, STAGES, BLOCK_N, S_LAYOUT, O_LAYOUT, P_LAYOUT,
-                )  # fmt: skip
-                if BOUNDS == 2:
-                    acc, p16, row_max, row_sum, step = visit_tiles(
-                        acc, p16, row_max, row_sum, step, whole, count, q_tile, k_tiles, v_tiles, k_full, k_empty,
-                        v_full, v_empty, begin, count, low, high, qk_scale, True, STAGES, BLOCK_N, S_LAYOUT, O_LAYOUT,
-                        P_LAYOUT,
-                    )  # fmt: skip
-                slot = (step - 1) % STAGES
-                mbarrier.wait(v_full.index(slot), ((step - 1) // STAGES) & 1)
-                acc = warpgroup_mma(p16, v_tiles.index(slot), acc, is_async=True)
-                acc, p16 = warpgroup_mma_wait(0, deps=[acc, p16])
-                mbarrier.arrive(v_empty.index(slot), count=1)
-            mbarrier.arrive(q_empty.index(PART), count=1)
-            finish_tile(acc, row_max, row_sum, out_desc, out_tile, lse_ptr, batch, head, row0, rows, T, H, O_LAYOUT)
+            slot = (step - 1) % STAGES
+            mbarrier.wait(v_full.index(slot), ((step - 1) // STAGES) & 1)
+            acc = warpgroup_mma(p16, v_tiles.index(slot), acc, is_async=True)
+            acc, p16 = warpgroup_mma_wait(0, deps=[acc, p16])
+            mbarrier.arrive(v_empty.index(slot), count=1)
+        else:
+            release_before(q_empty, turn, PART, CONSUMERS)
+        step = skip_tiles(step, count - stop, k_full, k_empty, v_full, v_empty, STAGES)
+        finish_tile(acc, row_max, row_sum, out_desc, q_tile, lse_ptr, batch, head, row0, rows, T, H, O_LAYOUT)
+        turn += 1
+        item = take_item(item_slots, item_full, item_empty, turn)
     tma.store_wait(0)
 
 
 @gluon.jit
-def finish_tile(acc, row_max, row_sum, out_desc, out_tile, lse_ptr, batch, head, row0, rows, T, H,
+def finish_tile(acc, row_max, row_sum, out_desc, q_tile, lse_ptr, batch, head, row0, rows, T, H,
                 O_LAYOUT: gl.constexpr):  # fmt: skip
-    """Divide by the sum and store out (through shared memory and TMA, which clips at T) and lse."""
+    """Divide by the sum and store out (through Q's tile and TMA, which clips at T) and lse."""
     empty = row_sum == 0.0
     inverse = gl.convert_layout(1.0 / gl.where(empty, 1.0, row_sum), gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)
     out = (acc * inverse[:, None]).to(out_desc.dtype)
     lse = gl.where(empty, float("-inf"), (row_max + gl.log2(gl.where(empty, 1.0, row_sum))) / LOG2E)
-    tma.store_wait(0)  # the last tile has left out_tile
-    out_tile.store(out)
+    q_tile.store(out)
     fence_async_shared()
-    tma.async_copy_shared_to_global(out_desc, [batch, head, row0, 0], out_tile)
+    tma.async_copy_shared_to_global(out_desc, [batch, head, row0, 0], q_tile)
     gl.store(lse_ptr + (batch * H + head).to(gl.int64) * T + rows, lse, mask=rows < T)
 
 
 @gluon.jit
 def forward_kernel_hopper(
-    q_desc, k_desc, v_desc, out_desc, lse_ptr, low_ptr, high_ptr, stride_bounds_b,
+    q_desc, k_desc, v_desc, out_desc, counter_ptr, lse_ptr, low_ptr, high_ptr, stride_bounds_b,
     T, S, H, num_heads, q_offset, qk_scale,
     GROUP: gl.constexpr, HEADS_PER_SWIZZLE: gl.constexpr, BOUNDS: gl.constexpr, CONSUMERS: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    # Shared memory: Q and out once a consumer, K and V in rings; a barrier for "full" and one for "empty" each.
+    # Shared memory: Q (later out) twice a consumer, K and V in rings; a barrier for "full" and one for "empty" each.
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_D], q_desc.dtype)
     K_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_D], q_desc.dtype)
-    q_tiles = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, ROWS, BLOCK_D], Q_LAYOUT)
-    out_tiles = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, ROWS, BLOCK_D], Q_LAYOUT)
+    q_tiles = gl.allocate_shared_memory(q_desc.dtype, [2 * CONSUMERS, ROWS, BLOCK_D], Q_LAYOUT)
     k_tiles = gl.allocate_shared_memory(k_desc.dtype, [STAGES, BLOCK_N, BLOCK_D], K_LAYOUT)
     v_tiles = gl.allocate_shared_memory(v_desc.dtype, [STAGES, BLOCK_N, BLOCK_D], K_LAYOUT)
-    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    item_slots = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+    q_full = gl.allocate_shared_memory(gl.int64, [2 * CONSUMERS, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [2 * CONSUMERS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(CONSUMERS):
+    item_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    item_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2 * CONSUMERS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
     for i in gl.static_range(STAGES):
@@ -271,39 +309,44 @@ def forward_kernel_hopper(
         mbarrier.init(k_empty.index(i), count=CONSUMERS)
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=CONSUMERS)
+    for i in gl.static_range(2):
+        mbarrier.init(item_full.index(i), count=1)
+        mbarrier.init(item_empty.index(i), count=CONSUMERS)
 
     # The roles: each consumer in four warps, the producer in one. (Literal tuples: named ones lose their constants.)
     if CONSUMERS == 2:
         gl.warp_specialize([
             (consume, (
-            out_desc, q_tiles, out_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, lse_ptr,
-            low_ptr, high_ptr, stride_bounds_b, T, S, H, num_heads, q_offset, qk_scale,
+            out_desc, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, item_slots,
+            item_full, item_empty, lse_ptr, low_ptr, high_ptr, stride_bounds_b, T, S, H, num_heads, q_offset, qk_scale,
             0, HEADS_PER_SWIZZLE, BOUNDS, CONSUMERS, BLOCK_N, BLOCK_D, STAGES)),
             (consume, (
-            out_desc, q_tiles, out_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, lse_ptr,
-            low_ptr, high_ptr, stride_bounds_b, T, S, H, num_heads, q_offset, qk_scale,
+            out_desc, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, item_slots,
+            item_full, item_empty, lse_ptr, low_ptr, high_ptr, stride_bounds_b, T, S, H, num_heads, q_offset, qk_scale,
             1, HEADS_PER_SWIZZLE, BOUNDS, CONSUMERS, BLOCK_N, BLOCK_D, STAGES)),
             (produce, (
             q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-            low_ptr, high_ptr, stride_bounds_b, T, S, H, num_heads, q_offset,
+            item_slots, item_full, item_empty, counter_ptr, low_ptr, high_ptr, stride_bounds_b, T, S, H, num_heads,
+            q_offset,
             GROUP, HEADS_PER_SWIZZLE, BOUNDS, CONSUMERS, BLOCK_N, STAGES))
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (
-            out_desc, q_tiles, out_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, lse_ptr,
-            low_ptr, high_ptr, stride_bounds_b, T, S, H, num_heads, q_offset, qk_scale,
+            out_desc, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, item_slots,
+            item_full, item_empty, lse_ptr, low_ptr, high_ptr, stride_bounds_b, T, S, H, num_heads, q_offset, qk_scale,
             0, HEADS_PER_SWIZZLE, BOUNDS, CONSUMERS, BLOCK_N, BLOCK_D, STAGES)),
             (consume, (
-            out_desc, q_tiles, out_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, lse_ptr,
-            low_ptr, high_ptr, stride_bounds_b, T, S, H, num_heads, q_offset, qk_scale,
+            out_desc, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, item_slots,
+            item_full, item_empty, lse_ptr, low_ptr, high_ptr, stride_bounds_b, T, S, H, num_heads, q_offset, qk_scale,
             1, HEADS_PER_SWIZZLE, BOUNDS, CONSUMERS, BLOCK_N, BLOCK_D, STAGES)),
             (consume, (
-            out_desc, q_tiles, out_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, lse_ptr,
-            low_ptr, high_ptr, stride_bounds_b, T, S, H, num_heads, q_offset, qk_scale,
+            out_desc, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, item_slots,
+            item_full, item_empty, lse_ptr, low_ptr, high_ptr, stride_bounds_b, T, S, H, num_heads, q_offset, qk_scale,
             2, HEADS_PER_SWIZZLE, BOUNDS, CONSUMERS, BLOCK_N, BLOCK_D, STAGES)),
             (produce, (
             q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-            low_ptr, high_ptr, stride_bounds_b, T, S, H, num_heads, q_offset,
+            item_slots, item_full, item_empty, counter_ptr, low_ptr, high_ptr, stride_bounds_b, T, S, H, num_heads,
+            q_offset,
             GROUP, HEADS_PER_SWIZZLE, BOUNDS, CONSUMERS, BLOCK_N, STAGES))
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip

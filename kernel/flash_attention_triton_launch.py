@@ -14,11 +14,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernel.flash_attention_triton_backward import delta_kernel, key_kernel, query_kernel
 from kernel.flash_attention_triton_forward import forward_kernel
+from kernel.launch_cache import cached
 
 LOG2E = 1.4426950408889634
 ROW_PADDING = 128  # delta and lse are padded to whole tiles of at most this many rows
 NO_MASK, CAUSAL, RANGES = 0, 1, 2  # the BOUNDS of the kernels
-SHORT = 2048  # query tokens; swept at 1024 and 4096
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,6 @@ class TileConfig:
     stages: int = 2
     consumers: int = 0
     registers: int = 240
-    persistent: bool = False
     heads: int = 16  # heads that run side by side, so that their keys stay in L2
     max_registers: int | None = None  # of a thread of the plain kernels: fewer let more blocks share a processor
 
@@ -40,7 +39,7 @@ class TileConfig:
 class Attention:
     """One call: tensors of the mask (none, or the four of KeyRanges), its kind, offset, scale, softcap, mode.
 
-    deterministic: dQ in a kernel of its own (True), added by the key kernel (False), whichever is faster (None).
+    deterministic: dQ in a kernel of its own, as on Hopper always, instead of added up by the plain key kernel.
     """
 
     ranges: tuple[Tensor, ...] = ()
@@ -48,7 +47,7 @@ class Attention:
     q_offset: int = 0
     scale: float = 1.0
     softcap: float = 0.0
-    deterministic: bool | None = None
+    deterministic: bool = False
 
 
 @cache
@@ -74,12 +73,14 @@ def num_blocks(length: int, block: int) -> int:
 
 
 def default_config(kind: str, q: Tensor, call: Attention = Attention()) -> TileConfig:
-    """The swept choice for `kind` in forward, key (dK, dV and dQ added) and query (dQ alone)."""
+    """The swept choice for `kind`: forward, key (dK and dV; plain kernel: dQ added) and query (dQ alone)."""
     block_d = padded_dim(q.shape[-1])
     if not q.is_cuda:
         return TileConfig(32, 32, 4, 1, heads=1)  # the interpreter: small tiles show every seam
     if q.dtype == torch.float32:
         return TileConfig(32, 32, 4, 2) if block_d >= 128 else TileConfig(64, 32, 4, 2)
+    if runs_on_hopper(q, call):
+        return default_hopper(kind, q, call, block_d)
     if kind == "forward":
         return default_forward(q, call, block_d)
     if block_d == 256:
@@ -88,32 +89,34 @@ def default_config(kind: str, q: Tensor, call: Attention = Attention()) -> TileC
         return TileConfig(64, 128, 8, 2) if kind == "key" else TileConfig(128, 64, 8, 2)
     if kind == "query":
         return TileConfig(128, 64, 8, 3)
-    if block_d == 128 or (q.shape[1] < SHORT and not call.deterministic):
-        return TileConfig(64, 128, 8, 3)
-    return TileConfig(64, 64, 4, 3)
+    return TileConfig(64, 128, 8, 3) if block_d == 128 else TileConfig(64, 64, 4, 3)
 
 
-def splits_backward(q: Tensor, call: Attention) -> bool:
-    """Whether dQ has a kernel of its own: on request, and for head_dim 128 on Hopper, where it costs no time."""
-    if call.deterministic is not None:
-        return call.deterministic
-    plain = call.bounds != RANGES and not call.softcap and q.dtype != torch.float32
-    return plain and q.is_cuda and padded_dim(q.shape[-1]) == 128 and capability(q.device.index) == 9
+def runs_on_hopper(q: Tensor, call: Attention) -> bool:
+    """Whether the warp-specialised kernels take the call: 16-bit inputs, head_dim 64 to 128, no softcap."""
+    return capability(q.device.index) == 9 and padded_dim(q.shape[-1]) in (64, 128) and not call.softcap
+
+
+def default_hopper(kind: str, q: Tensor, call: Attention, block_d: int) -> TileConfig:
+    """The tiles of the warp-specialised kernels; the plain forward where its smaller blocks of threads win."""
+    if kind == "forward":
+        if block_d == 64 or q.shape[1] <= 64:
+            return TileConfig(64, 128, 4, 2)
+        return TileConfig(128, 128, 4, 2, consumers=2)
+    if kind == "key":
+        return TileConfig(64, 128, 4, 2, 2) if block_d == 128 else TileConfig(64, 192, 4, 2, 3, registers=160)
+    return TileConfig(128, 128, 4, 2 if block_d == 128 else 3, 2)
 
 
 def default_forward(q: Tensor, call: Attention, block_d: int) -> TileConfig:
-    """Small tiles where the mask cuts many of them (documents), the Hopper kernel where the products dominate."""
+    """Small tiles where the mask cuts many of them (documents)."""
     if block_d == 256:
         return TileConfig(128, 64, 8, 2)
     if call.softcap:
         return TileConfig(128, 128, 8, 2)
     if block_d <= 64:
-        return TileConfig(64, 128, 4, 2, max_registers=168)
-    if call.bounds == RANGES:
-        return TileConfig(64, 64, 4, 3)
-    if block_d == 128 and q.shape[1] > 64 and capability(q.device.index) == 9:
-        return TileConfig(128, 128, 4, 2, consumers=2)
-    return TileConfig(128, 128, 8, 3)
+        return TileConfig(64, 128, 4, 2)
+    return TileConfig(64, 64, 4, 3) if call.bounds == RANGES else TileConfig(128, 128, 8, 3)
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -157,7 +160,7 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, call: Attention, config: TileCo
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
     if config.consumers:
-        launch_hopper(q, k, v, (out, lse), call, config)
+        hopper().launch_forward(q, k, v, (out, lse), call, config)
     else:
         launch_forward(q, k, v, (out, lse), call, config)
     return out, lse
@@ -167,68 +170,44 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, results, call: Attention, co
     out, lse = results
     (B, T, H, D), S = q.shape, k.shape[1]
     low, high, stride = mask_tensors(call, False, lse)
-    grid = (num_blocks(T, config.block_m) * B * H,)
-    forward_kernel[grid](
+    args = (
         describe(q, config.block_m), describe(k, config.block_n), describe(v, config.block_n), out, lse, low, high,
         out.stride(0), out.stride(1), out.stride(2), stride,
         T, S, H, D, call.q_offset, call.scale * LOG2E, call.softcap,
+    )  # fmt: skip
+    constants = dict(
         GROUP=H // k.shape[2], HEADS_PER_SWIZZLE=config.heads, BOUNDS=call.bounds, SOFTCAP=call.softcap > 0,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=padded_dim(D), PRECISION=precision(q),
-        WARP_SPECIALIZE=False, num_warps=config.warps, num_stages=config.stages, maxnreg=config.max_registers,
     )  # fmt: skip
+    cached(forward_kernel).launch((num_blocks(T, config.block_m) * B * H,), args, constants, **options(config))
 
 
-@cache
-def hopper_kernel():
-    """The Gluon kernel and its descriptor class; imported here because Gluon is not there on every platform."""
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as HopperDescriptor
-
-    from kernel.flash_attention_triton_gluon import forward_kernel_hopper
-
-    return forward_kernel_hopper, HopperDescriptor
+def options(config: TileConfig) -> dict[str, int | None]:
+    """What Triton takes beside the arguments of a plain kernel."""
+    return {"num_warps": config.warps, "num_stages": config.stages, "maxnreg": config.max_registers}
 
 
-@cache
-def hopper_layout(dtype: torch.dtype, rows: int, block_d: int):
-    """How a tile lies in shared memory."""
-    from triton.experimental.gluon import language as gl
+def hopper():
+    """The launcher of the Gluon kernels, imported here because Gluon is not there on every platform."""
+    from kernel import flash_attention_triton_launch_hopper
 
-    kind = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
-    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, block_d], kind)
+    return flash_attention_triton_launch_hopper
 
 
-def launch_hopper(q: Tensor, k: Tensor, v: Tensor, results, call: Attention, config: TileConfig) -> None:
-    kernel, kind = hopper_kernel()
-
-    def tiled(x: Tensor, rows: int):
-        return describe(x, rows, kind, layout=hopper_layout(x.dtype, rows, padded_dim(x.shape[-1])))
-
-    out, lse = results
-    (B, T, H, D), S = q.shape, k.shape[1]
-    low, high, stride = mask_tensors(call, False, lse)
-    items = num_blocks(T, 64 * config.consumers) * B * H
-    grid = (min(items, num_processors(q.device.index)) if config.persistent else items,)
-    kernel[grid](
-        tiled(q, 64), tiled(k, config.block_n), tiled(v, config.block_n), tiled(out, 64),
-        lse, low, high, stride, T, S, H, B * H, call.q_offset, call.scale * LOG2E,
-        GROUP=H // k.shape[2], HEADS_PER_SWIZZLE=config.heads, BOUNDS=call.bounds, CONSUMERS=config.consumers,
-        BLOCK_N=config.block_n, BLOCK_D=padded_dim(D), STAGES=config.stages, REGISTERS=config.registers,
-        num_warps=4,
-    )  # fmt: skip
-
-
-def run_delta(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
-    """delta and lse in log2 units, (B, H, T) padded along T; dlse None: lse has no gradient."""
+def run_delta(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
+    """(2, B, H, T padded): delta, and lse in log2 units; dlse None: lse has no gradient."""
     B, T, H, D = out.shape
     padded = num_blocks(T, ROW_PADDING) * ROW_PADDING
-    delta, lse2 = torch.empty(2, B, H, padded, dtype=torch.float32, device=out.device)
+    rows = torch.empty(2, B, H, padded, dtype=torch.float32, device=out.device)
+    delta, lse2 = rows.unbind()
     block = ROW_PADDING if out.is_cuda else 32
-    delta_kernel[(padded // block, B * H)](
+    args = (
         out, dout, lse, lse if dlse is None else dlse.contiguous(), delta, lse2,
         *out.stride()[:3], *dout.stride()[:3], T, padded, H, D,
-        HAS_DLSE=dlse is not None, BLOCK_M=block, BLOCK_D=padded_dim(D), num_warps=8,
     )  # fmt: skip
-    return delta, lse2
+    constants = {"HAS_DLSE": dlse is not None, "BLOCK_M": block, "BLOCK_D": padded_dim(D)}
+    cached(delta_kernel).launch((padded // block, B * H), args, constants, num_warps=8)
+    return rows
 
 
 def run_backward(saved: list[Tensor | None], call: Attention, key_config=None, query_config=None):
@@ -241,9 +220,11 @@ def run_backward(saved: list[Tensor | None], call: Attention, key_config=None, q
     dk, dv = torch.empty(k.shape, dtype=k.dtype, device=k.device), torch.empty(k.shape, dtype=k.dtype, device=k.device)
     tensors = (q, k, v, dout)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if splits_backward(q, call):
-        launch_key(tensors, rows, (None, dk, dv), call, key_config)
-        launch_query(tensors, rows, dq, call, query_config)
+    if call.deterministic or key_config.consumers:
+        launch = hopper().launch_key if key_config.consumers else launch_key
+        launch(tensors, rows, (None, dk, dv), call, key_config)
+        launch = hopper().launch_query if query_config.consumers else launch_query
+        launch(tensors, rows, dq, call, query_config)
         return dq, dk, dv
     sums = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     launch_key(tensors, rows, (sums, dk, dv), call, key_config)
@@ -258,26 +239,30 @@ def launch_key(tensors, rows, results, call: Attention, config: TileConfig) -> N
     q_tiles = describe(q, config.block_m)
     sums, sum_tiles = (q, q_tiles) if sums is None else (sums, describe(sums, config.block_m))
     first, last, stride = mask_tensors(call, True, delta)
-    key_kernel[(B * K, num_blocks(S, config.block_n))](
+    args = (
         q_tiles, describe(k, config.block_n), describe(v, config.block_n),
         describe(dout, config.block_m), sum_tiles, sums, dk, dv, lse2, delta, first, last,
         *sums.stride()[:3], *dk.stride()[:3], stride, T, delta.shape[-1], S, H, D, call.q_offset, call.scale * LOG2E,
         call.scale, call.softcap,
+    )  # fmt: skip
+    constants = dict(
         GROUP=H // K, BOUNDS=call.bounds, SOFTCAP=call.softcap > 0, FUSED=fused,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=padded_dim(D), PRECISION=precision(q),
-        num_warps=config.warps, num_stages=config.stages, maxnreg=config.max_registers,
     )  # fmt: skip
+    cached(key_kernel).launch((B * K, num_blocks(S, config.block_n)), args, constants, **options(config))
 
 
 def launch_query(tensors, rows, dq: Tensor, call: Attention, config: TileConfig) -> None:
     (q, k, v, dout), (delta, lse2) = tensors, rows
     (B, T, H, D), (S, K) = q.shape, k.shape[1:3]
     low, high, stride = mask_tensors(call, False, delta)
-    query_kernel[(B * H, num_blocks(T, config.block_m))](
+    args = (
         describe(q, config.block_m), describe(k, config.block_n), describe(v, config.block_n),
         describe(dout, config.block_m), dq, lse2, delta, low, high, *dq.stride()[:3], stride,
         T, delta.shape[-1], S, H, D, call.q_offset, call.scale * LOG2E, call.scale, call.softcap,
-        GROUP=H // K, BOUNDS=call.bounds, SOFTCAP=call.softcap > 0, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        BLOCK_D=padded_dim(D), PRECISION=precision(q), num_warps=config.warps, num_stages=config.stages,
-        maxnreg=config.max_registers,
     )  # fmt: skip
+    constants = dict(
+        GROUP=H // K, BOUNDS=call.bounds, SOFTCAP=call.softcap > 0,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=padded_dim(D), PRECISION=precision(q),
+    )  # fmt: skip
+    cached(query_kernel).launch((B * H, num_blocks(T, config.block_m)), args, constants, **options(config))
