@@ -10,6 +10,12 @@ def pytest_addoption(parser):
     parser.addoption("--layout", default=None, help='one layout in place of the grid, for example "dp=2,zero=3"')
 
 
+def pytest_collection_modifyitems(config, items):
+    """A layout that was asked for is compared with the reference; the suite's own tests are left out."""
+    if config.getoption("--layout", default=None) is not None:
+        items[:] = [item for item in items if "layout" in getattr(item, "fixturenames", ())]
+
+
 def pytest_generate_tests(metafunc):
     """`layout` runs over the grid, or over the one that was asked for."""
     if "layout" not in metafunc.fixturenames:

@@ -43,9 +43,9 @@ def parse_layout(text: str) -> Layout:
 
 
 def parse_value(name: str, value: str) -> Any:
-    if name in ("ddp_mode", "reduce_dtype"):
+    if name in ("ddp_mode", "reduce_dtype", "activation_checkpointing"):
         return value
-    if name == "force":
+    if name in ("force", "reduce_each_micro_batch"):
         return value == "true"
     try:
         return float(value) if name.endswith(("_mb", "_s")) else int(value)
@@ -65,6 +65,14 @@ def forced(layout: Layout) -> Layout:
 
 
 DEFAULT_GRID = layouts(
-    "dp=1", "dp=1,force=true", "dp=2", "dp=2,ddp_mode=naive", "dp=2,reduce_dtype=bfloat16", "dp=3", "dp=4"
-)
-SLOW_GRID = layouts("dp=8", "dp=4,ddp_mode=naive", "dp=2,bucket_mb=25", "dp=2,first_bucket_mb=0.0001,bucket_mb=0.0001")
+    "dp=1", "dp=1,force=true", "dp=2", "dp=2,ddp_mode=naive", "dp=2,reduce_dtype=bfloat16", "dp=3",
+    "dp=2,zero=1", "dp=3,zero=1", "dp=2,zero=2", "dp=2,zero=3", "dp=3,zero=3", "dp=4,dp_shard=2,zero=3",
+    "dp=2,zero=3,activation_checkpointing=full", "dp=1,zero=3,force=true",
+)  # fmt: skip
+SLOW_GRID = layouts(
+    "dp=4", "dp=8", "dp=4,ddp_mode=naive", "dp=2,bucket_mb=25", "dp=2,first_bucket_mb=0.0001,bucket_mb=0.0001",
+    "dp=1,zero=1,force=true", "dp=4,zero=1", "dp=8,zero=1", "dp=4,dp_shard=2,zero=1", "dp=2,zero=1,bucket_mb=25",
+    "dp=3,zero=2", "dp=4,zero=2", "dp=8,zero=2", "dp=4,dp_shard=2,zero=2", "dp=4,zero=3", "dp=8,zero=3",
+    "dp=8,dp_shard=4,zero=3", "dp=2,zero=2,reduce_dtype=bfloat16", "dp=2,zero=3,reduce_dtype=bfloat16",
+    "dp=2,zero=2,activation_checkpointing=selective", "dp=3,activation_checkpointing=full",
+)  # fmt: skip

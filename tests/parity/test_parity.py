@@ -27,8 +27,7 @@ def test_layout_matches_one_device(layout, case):
     check(layout, case)
 
 
-@pytest.mark.parametrize("accumulation", [3, "uneven"])
-@pytest.mark.parametrize("case", [SGD64, ADAMW64], ids=lambda case: case.name)
+@pytest.mark.parametrize(("case", "accumulation"), [(SGD64, 3), (ADAMW64, "uneven")], ids=["3", "uneven"])
 def test_layout_matches_one_device_under_accumulation(layout, case, accumulation):
     if accumulation == "uneven" and layout.config().degrees().resolve(layout.world_size).dp == 1:
         pytest.skip("one data rank has all rows")
