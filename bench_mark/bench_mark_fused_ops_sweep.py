@@ -49,7 +49,8 @@ def norm_backward() -> Iterator[tuple[str, Call]]:
         _, stream, rstd = rms_norm_kernels.run_forward(x, residual, weight, 1e-5, BF16)
         dstream = torch.randn_like(stream) if fused else None
         for count, warps, programs in (
-            (1, 4, 2), (1, 4, 4), (1, 4, 8), (1, 8, 2), (1, 8, 4), (2, 4, 4), (2, 8, 2), (2, 8, 4), (1, 2, 8), (4, 8, 2),
+            (1, 4, 2), (1, 4, 4), (1, 4, 8), (1, 8, 2), (1, 8, 4), (2, 4, 4), (2, 8, 2), (2, 8, 4), (1, 2, 8),
+            (4, 8, 2),
         ):  # fmt: skip
             tiles = replace(default_tiles(width), backward_rows=count, backward_warps=warps, programs=programs)
             name = f"{rows}x{width} fused={fused} rows={count} warps={warps} programs={programs}"
@@ -81,7 +82,8 @@ def loss_rows() -> Iterator[tuple[str, Call]]:
         statistics = torch.empty(4, 4096, device="cuda")
         numbers = (columns, 0, -100, 0.0, 1.0 / N)
         for block, warps in (
-            (4096, 4), (4096, 8), (8192, 8), (8192, 16), (16_384, 16), (16_384, 32), (32_768, 16), (32_768, 32), (65_536, 32),
+            (4096, 4), (4096, 8), (8192, 8), (8192, 16), (16_384, 16), (16_384, 32), (32_768, 16), (32_768, 32),
+            (65_536, 32),
         ):  # fmt: skip
             arguments = (logits, targets, statistics, numbers, (True, True), RowTiles(block, warps))
             yield f"V={columns} block={block} warps={warps}", lambda a=arguments: run_rows(*a)
