@@ -84,14 +84,14 @@ def assert_close_to_float64(results, exact, bound: float) -> None:
         assert relative_error(x, reference) < bound, name
 
 
-@pytest.mark.parametrize("tiles", ["default", "deterministic", "plain"])
-@pytest.mark.parametrize("D", [64, 96, 128])
+@pytest.mark.parametrize("tiles", ["default", "plain"])
+@pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("name", MASKS)
 def test_every_mask_matches_float64_with_every_kind_of_tile(name, D, tiles):
     mask, dense_mask = masks()[name]
-    inputs = random_inputs(*dense_mask.shape[1:], (6, 2), D)
+    inputs = random_inputs(*dense_mask.shape[1:], (4, 2), D)
     plain = PLAIN if tiles == "plain" else None
-    results = results_of(inputs, mask, plain, plain, plain, deterministic=tiles == "deterministic")
+    results = results_of(inputs, mask, plain, plain, plain)
     assert_close_to_float64(results, exact_results(inputs, dense_mask), KERNEL_BF16_GRADIENT)
     unseen, unread = ~dense_mask[0].any(1), ~dense_mask[0].any(0)
     assert (results[0][:, unseen] == 0).all() and (results[1][..., unseen] == -math.inf).all()
@@ -99,8 +99,7 @@ def test_every_mask_matches_float64_with_every_kind_of_tile(name, D, tiles):
 
 
 @hopper_only
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("D", [64, 80, 128])
+@pytest.mark.parametrize("D, dtype", [(64, torch.bfloat16), (128, torch.bfloat16), (80, torch.float16)], ids=str)
 @pytest.mark.parametrize("name", MASKS)
 def test_hopper_forward_matches_float64(name, D, dtype):
     mask, dense_mask = masks()[name]
@@ -127,8 +126,8 @@ def test_every_tile_of_the_tuning_set_matches_float64(kind, D):
 @pytest.mark.parametrize("factor", [1.0, 30.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("D", [32, 64, 80, 96, 128, 256])
-@pytest.mark.parametrize("T", [512, 1001])
-def test_errors_are_at_most_those_of_torchs_flash_kernel(T, D, dtype, factor):
+def test_errors_are_at_most_those_of_torchs_flash_kernel(D, dtype, factor):
+    T = 1001
     q, k, v, dout, dlse = random_inputs(T, T, (4, 4), D, dtype)
     inputs = [q * factor, k, v, dout, torch.zeros_like(dlse)]
     exact = exact_results(inputs, causal_mask(T, T, 0))
@@ -174,11 +173,11 @@ def test_gradient_of_lse_alone_matches_float64(D):
     assert (gradients[2] == 0).all()
 
 
-@pytest.mark.parametrize("name", ["causal", "documents", "window"])
+@pytest.mark.parametrize("name", ["causal", "documents"])
 @pytest.mark.parametrize("D", [64, 128, 256])
 def test_deterministic_runs_are_equal_bit_for_bit(D, name):
     mask, dense_mask = masks()[name]
-    inputs = random_inputs(*dense_mask.shape[1:], (8, 2), D)
+    inputs = random_inputs(*dense_mask.shape[1:], (4, 2), D)
     first, *others = [results_of(inputs, mask, deterministic=True) for _ in range(4)]
     assert all(torch.equal(x, y) for other in others for x, y in zip(first, other, strict=True))
 
