@@ -46,7 +46,7 @@ class DataLayout:
     bucket_bytes: int = 25 * 2**20
     first_bucket_bytes: int = 2**20
     reduce_dtype: str | None = None  # of gradients on the wire
-    param_dtype: str | None = None  # of matrices that FSDP gathers; vectors keep theirs
+    param_dtype: str | None = None  # of matrices that FSDP gathers; vectors and the embedding keep theirs
     micro_batches: int = 1
     reduce_each_micro_batch: bool = True  # FSDP
 
@@ -258,7 +258,8 @@ def stage_of(unit: list[Param]) -> int:
 
 
 def gathered_dtype(param: Param, layout: DataLayout) -> str:
-    return layout.param_dtype if layout.param_dtype and len(param.shape) >= 2 else param.dtype
+    keeps = len(param.shape) < 2 or param.name.startswith("embedding.")  # llm.parallelize.is_kept_by_autocast
+    return layout.param_dtype if layout.param_dtype and not keeps else param.dtype
 
 
 def norm_dtype(params: list[Param]) -> str:
