@@ -25,7 +25,7 @@ from llm.parallelize import Parallelized, make_forward_loss, parallelize
 from llm.training_record import Record
 from llm.training_step import StepResult, TrainingStep, rows_of_rank
 from llm.transformer import Transformer
-from llm.transformer_init import initialise
+from llm.transformer_init import initialise, transformer_on_meta
 from llm.transformer_kernels import make_loss
 from parallel.mesh import Mesh
 from parallel.sharded_checkpoint_manifest import find_checkpoint, list_checkpoints
@@ -182,6 +182,8 @@ def build_model(config: TrainConfig, mesh: Mesh) -> Parallelized:
     """The model with its initial weights, on the device, with the strategies and the optimizer applied."""
     if config.dtype == "bfloat16":
         torch.set_float32_matmul_precision("high")  # what is left in float32 may use TF32 tensor cores
+    if config.parallel.zero >= 2 and mesh.is_active("dp_cp"):  # each rank draws its shards, and never the whole model
+        return parallelize(transformer_on_meta(config.model), config, mesh)
     model = Transformer(config.model)
     initialise(model, config.seed)
     model.to(mesh.device)

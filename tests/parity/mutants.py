@@ -122,4 +122,70 @@ MUTANTS = [
         "naive: what one rank lacks is not sent", "parallel.ddp:synchronise_gradients", "if count:",
         "if count == mesh.size(axis):", "dp=2,ddp_mode=naive",
     ),
+    # ZeRO-1, and what it shares with FSDP.
+    Mutant(
+        "zero 1: own gradient instead of the sum", "parallel.sharded_optimizer:Zero1.send",
+        "start_reduce_scatter(flat, self.mesh, self.axis, stream=\"reduce\")",
+        "Pending(flat.chunk(self.mesh.size(self.axis))[self.mesh.rank_in(self.axis)].clone())", "dp=2,zero=1",
+    ),
+    Mutant(
+        "zero 1: stale parameters of other ranks", "parallel.sharded_optimizer:ShardedOptimizer.step",
+        "if any(shard.has_gradient for shard in bucket.shards)", "if False", "dp=2,zero=1",
+    ),
+    Mutant(
+        "zero 1: a rank steps its neighbour's part", "parallel.sharded_optimizer:Zero1.finish_gradients",
+        "bucket.own_gradient[place]", "bucket.own_gradient[place].flip(0)", "dp=2,zero=1",
+    ),
+    Mutant(
+        "zero 1: what one rank lacks is missing", "parallel.sharded_optimizer_shards:agree_on_gradients",
+        "count > 0", "count > 1", "dp=2,zero=1",
+    ),
+    Mutant(
+        "norm of this rank's shards", "parallel.sharded_optimizer_shards:sharded_norm",
+        'all_reduce(total, mesh, axis, "sum").sqrt()', "total.sqrt()", "dp=3,zero=1", ADAMW64,
+    ),
+    Mutant(
+        "a missing gradient updates all the same", "parallel.sharded_optimizer_shards:agree_on_gradients",
+        "count > 0", "count >= 0", "dp=2,zero=3", ADAMW64,
+    ),
+    Mutant(
+        "the rate never reaches the shards", f"{STEP}.run", "set_learning_rate(self.optimizer, factor)", "pass",
+        "dp=2,zero=1", ADAMW64,
+    ),
+    # FSDP.
+    Mutant(
+        "fsdp: an earlier micro-batch is dropped", "parallel.fsdp_units:FsdpUnit.finish_reduce",
+        "self.gradient = reduced if self.gradient is None else self.gradient.add_(reduced)",
+        "self.gradient = reduced", "dp=2,zero=3", accumulation=3,
+    ),
+    Mutant(
+        "fsdp: another parameter's gradient", "parallel.fsdp_units:FsdpUnit.hand_over_gradients",
+        "self.gradient[place.gradient_offset :]", "self.gradient[0:]", "dp=2,zero=2",
+    ),
+    Mutant(
+        "fsdp: an empty shard's parameter is stale", "parallel.fsdp_units:FsdpUnit.start_gather",
+        "self.master[first:end]", "self.master[first:end] * (first == 0)", "dp=2,zero=3,activation_checkpointing=full",
+        BF16,
+    ),
+    Mutant(
+        "fsdp: replicas drift apart", "parallel.fsdp:Fsdp.finish_reduce",
+        "self.mesh.is_active(self.settings.replicate_axis)", "False", "dp=4,dp_shard=2,zero=3",
+    ),
+    Mutant(
+        "fsdp: rows of the wrong rank", "parallel.fsdp_units:add_blocks", "flat[blocks * place.block :]",
+        "flat[blocks * place.block :].flip(0)", "dp=3,zero=3",
+    ),
+    Mutant(
+        "fsdp: padding is not zero", "parallel.fsdp_units:FsdpUnit.take_gradients", "torch.zeros",
+        "(lambda *size, **kind: torch.ones(*size, **kind))", "dp=2,zero=3",
+    ),
+    Mutant(
+        "fsdp: all ranks start from their own weights", "parallel.fsdp_init:write_shards",
+        "full.reshape(-1)[shard.start : shard.start + flat.numel()]", "full.reshape(-1)[: flat.numel()]",
+        "dp=2,zero=3",
+    ),
+    Mutant(
+        "fsdp: gradients averaged too", "parallel.fsdp_units:FsdpUnit.finish_reduce",
+        "self.reducing.wait()", "self.reducing.wait().div_(self.layout.ranks)", "dp=2,zero=2",
+    ),
 ]  # fmt: skip
