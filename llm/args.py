@@ -182,6 +182,7 @@ class KernelsConfig:
     loss: bool | None = None  # output layer and cross-entropy in chunks, without the logits
     optimizer: bool | None = None  # AdamW in one launch, clipping folded in
     loss_chunk_mb: int = 256  # logits that the loss holds at a time
+    cuda_graph: bool = False  # forward and backward of a micro-batch as one launch; one rank, dense models
 
     def __post_init__(self) -> None:
         check_positive(**{"kernels.loss_chunk_mb": self.loss_chunk_mb})

@@ -18,6 +18,7 @@ from llm.loss import IGNORE_INDEX
 from llm.optimizer import clipped_step, set_learning_rate
 from llm.parallelize import Parallelized
 from llm.schedule import learning_rate_factor
+from llm.training_graph import GraphedMicroBatch, check_graph
 from parallel.collectives import all_gather, all_reduce_sum
 from parallel.mesh import Mesh
 
@@ -50,6 +51,10 @@ class TrainingStep:
         self.strategy, self.optimizer = parallelized.strategy, parallelized.optimizer
         self.forward_loss = forward_loss
         self.autocast_dtype = torch.bfloat16 if config.dtype == "bfloat16" else None
+        self.graphed: GraphedMicroBatch | None = None
+        if config.kernels.cuda_graph:
+            check_graph(config, mesh)
+            self.graphed = GraphedMicroBatch(forward_loss, parallelized.model.parameters(), self.autocast_dtype)
         self.bad_steps = 0
 
     def agree(self, micro_batches: list[Batch], wants_stop: bool) -> tuple[int, bool, int]:
@@ -88,9 +93,12 @@ class TrainingStep:
         for index, batch in enumerate(micro_batches):
             self.strategy.begin_micro_batch(last=index == len(micro_batches) - 1)
             batch = batch.to(device)
-            with torch.autocast(device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None):
-                sums = self.forward_loss(batch)
-            ((sums.loss_sum + sums.z_loss_sum) / max(num_targets, 1)).backward()
+            if self.graphed is not None:
+                sums = self.graphed(batch, num_targets)
+            else:
+                with torch.autocast(device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None):
+                    sums = self.forward_loss(batch)
+                ((sums.loss_sum + sums.z_loss_sum) / max(num_targets, 1)).backward()
             loss_sum = loss_sum + sums.loss_sum.detach()
             z_loss_sum = z_loss_sum + sums.z_loss_sum.detach()
         return loss_sum, z_loss_sum
