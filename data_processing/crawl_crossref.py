@@ -93,14 +93,24 @@ class CrossrefSource:
     def _journal(self, context: ApiContext, mark: dict[str, Any]) -> Iterator[Batch]:
         """The papers of one journal, each a batch; changes `mark` as it goes, at the end to the next journal."""
         issn = self.config.issns[mark["journal"]]
+        restarted = False
         while True:
-            items, next_cursor = self._list(context, issn, mark)
+            try:
+                items, next_cursor = self._list(context, issn, mark["cursor"])
+            except FetchError as error:
+                # A cursor lives for minutes: an expired one means the list from its start, where what is done is
+                # passed over. Twice without a paper in between is another trouble.
+                if restarted or mark["cursor"] == "*" or not error.reason.startswith("http_4"):
+                    raise listing_failed(self.name, error) from error
+                restarted, mark["cursor"] = True, "*"
+                continue
             for work in items:
                 if mark["left"].get(issn) or self._has_enough(mark):
                     break
                 outcome = self._paper(context, work)
                 if outcome is None:
                     continue
+                restarted = False
                 mark["papers"] += 1
                 mark["full_texts"] += outcome.detail == "full_text"
                 self._check_yield(issn, mark)
@@ -120,23 +130,16 @@ class CrossrefSource:
         if share and mark["papers"] >= self.config.gate_papers and mark["full_texts"] < share * mark["papers"]:
             mark["left"] = mark["left"] | {issn: f"{mark['full_texts']} full texts in {mark['papers']} papers"}
 
-    def _list(self, context: ApiContext, issn: str, mark: dict[str, Any]) -> tuple[list[Any], str]:
-        """One listing page. A cursor lives for minutes only: an expired one means the journal's list from its start,
-        where the papers that are done are passed over."""
+    def _list(self, context: ApiContext, issn: str, cursor: str) -> tuple[list[Any], str]:
+        """One listing page and the cursor of the next. Raises FetchError."""
         parameters = {"filter": ",".join(filter(None, (f"issn:{issn}", self.config.filter))), "rows": self.config.rows}
-        parameters |= {"cursor": mark["cursor"], "select": FIELDS, "mailto": mail_of(context)}
-        try:
-            page = fetch_api(context.fetcher, self.crossref, "works", parameters, LISTING_GATE)
-            message = dig(parse_json(page), "message")
-        except FetchError as error:
-            if mark["cursor"] == "*" or not error.reason.startswith("http_4"):
-                raise listing_failed(self.name, error) from error
-            mark["cursor"] = "*"
-            return self._list(context, issn, mark)
-        items, cursor = dig(message, "items"), dig_text(message, "next-cursor")
-        if not isinstance(items, list) or (items and not cursor):
-            raise listing_failed(self.name, FetchError("bad_json", "no message.items and next-cursor"))
-        return items, cursor
+        parameters |= {"cursor": cursor, "select": FIELDS, "mailto": mail_of(context)}
+        page = fetch_api(context.fetcher, self.crossref, "works", parameters, LISTING_GATE)
+        message = dig(parse_json(page), "message")
+        items, following = dig(message, "items"), dig_text(message, "next-cursor")
+        if not isinstance(items, list) or (items and not following):
+            raise FetchError("bad_json", "no message.items and next-cursor")
+        return items, following
 
     def _paper(self, context: ApiContext, work: Any) -> Outcome | None:
         """The outcome of one listed work; None when it has no DOI or is done."""

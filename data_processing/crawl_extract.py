@@ -10,8 +10,8 @@ from data_processing.crawl_page import FetchError, Page
 from data_processing.document import Document
 from data_processing.html_process import HtmlProcessConfig, binary_kind, extract_html
 from data_processing.html_process_encoding import decode_page
+from data_processing.pdf_process import ExtractedPdf, extract_pdf, is_pdf
 
-PDF_MAGIC = b"%PDF-"
 HTML_TYPES = ("text/html", "application/xhtml+xml")
 
 
@@ -19,8 +19,9 @@ def extract_document(page: Page, source: str, meta: dict[str, Any]) -> Document:
     """The document of an HTML, text or PDF page. Raises FetchError with the reason when there is no text in it."""
     meta = meta | {"fetched": page.date, "content_type": page.content_type}
     title = ""
-    if page.body.startswith(PDF_MAGIC):
-        text, meta["pdf_pages"] = extract_pdf(page.body)
+    if is_pdf(page.body):
+        found = read_pdf(page.body)
+        text, title, meta["pdf_pages"] = found.text, found.title, found.pages
     elif page.content_type == "application/pdf":
         raise FetchError("not_a_pdf", repr(page.body[:20]))
     elif kind := binary_kind(page.body):
@@ -41,15 +42,12 @@ def extract_fragment(html: str) -> str:
     return extract_html(html.encode("utf-8"), "utf-8", HtmlProcessConfig(main_content=False)).text.strip()
 
 
-def extract_pdf(data: bytes) -> tuple[str, int]:
-    """(text, pages) of a PDF. Raises FetchError when no reader opens it."""
-    from data_processing.pdf_process import PdfError, extract_pdf
-
-    try:
-        found = extract_pdf(data)
-    except PdfError as error:
-        raise FetchError("pdf_unreadable", str(error)) from error
-    return found.text, found.pages
+def read_pdf(data: bytes) -> ExtractedPdf:
+    """Text, title and pages of a PDF. Raises FetchError when no reader opens it."""
+    found = extract_pdf(data)
+    if not found.reader:
+        raise FetchError("pdf_unreadable", found.problem)
+    return found
 
 
 def last_modified(page: Page) -> str:

@@ -10,13 +10,14 @@ from typing import Any
 
 from configs.errors import check_positive
 from data_processing.crawl_api import ApiContext, Batch
-from data_processing.crawl_extract import HTML_TYPES, PDF_MAGIC, extract_pdf
+from data_processing.crawl_extract import HTML_TYPES, read_pdf
 from data_processing.crawl_fetch import Fetcher, Gate
 from data_processing.crawl_links import read_links
 from data_processing.crawl_page import FetchError
 from data_processing.crawl_state import KEPT, Item, Outcome
 from data_processing.crawl_url import normalise_url
 from data_processing.document import Document
+from data_processing.pdf_process import is_pdf
 
 # Where full texts lie that may be fetched by machines; fulltext_hosts=['*'] allows any public host.
 REPOSITORIES = (
@@ -115,17 +116,17 @@ def fetch_full_text(url: str, fetcher: Fetcher, config: PaperConfig) -> tuple[st
     """(text, pages) of a PDF on the network. Raises FetchError with what is wrong with it."""
     page = fetcher.follow(url, Gate(PDF_TYPES, config.max_pdf_bytes))
     check_pdf_bytes(page.body)
-    text, pages = extract_pdf(page.body)
-    if pages < config.min_pages:
-        raise FetchError("pdf_too_few_pages", f"{pages}")
-    if len(text) < config.min_characters:
-        raise FetchError("pdf_too_little_text", f"{len(text)} characters")
-    return text, pages
+    found = read_pdf(page.body)
+    if found.pages < config.min_pages:
+        raise FetchError("pdf_too_few_pages", f"{found.pages}")
+    if len(found.text) < config.min_characters:
+        raise FetchError("pdf_too_little_text", f"{len(found.text)} characters")
+    return found.text, found.pages
 
 
 def check_pdf_bytes(body: bytes) -> None:
     """Raise FetchError unless the bytes begin and end as a PDF does (readers allow 1,024 bytes of rubbish there)."""
-    if PDF_MAGIC not in body[:1024]:
+    if not is_pdf(body):
         start = body[:200].lstrip().lower()
         raise FetchError("not_a_pdf", "HTML" if start.startswith((b"<!doctype html", b"<html")) else repr(body[:20]))
     if b"%%EOF" not in body[-2048:]:

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from configs.errors import UserError, check_positive
-from data_processing.crawl_extract import HTML_TYPES, PDF_MAGIC, extract_document
+from data_processing.crawl_extract import HTML_TYPES, extract_document
 from data_processing.crawl_fetch import Fetcher, Gate
 from data_processing.crawl_links import PageLinks, read_links
 from data_processing.crawl_page import FetchError, Page
 from data_processing.crawl_state import KEPT, CrawlState, Item, Outcome
 from data_processing.crawl_url import TRACKING_PARAMETERS, host_of, normalise_url
+from data_processing.pdf_process import is_pdf
 
 PAGE_TYPES = (*HTML_TYPES, "text/plain", "application/pdf")
 UNASKED = ("robots", "robots_unreachable", "host_not_allowed", "host_given_up")  # outcomes that cost no page request
@@ -138,7 +139,7 @@ class WebCrawl:
             # Not followed either: relative links of one page under ever new addresses never end.
             return Outcome(item, "duplicate_content", first)
         links = PageLinks()
-        if page.content_type in HTML_TYPES and not page.body.startswith(PDF_MAGIC):
+        if page.content_type in HTML_TYPES and not is_pdf(page.body):
             links = read_links(page, tuple(self.config.drop_parameters))
         found = self._found(item, links) if links.follow and item.depth < self.config.max_depth else []
         if not links.index:

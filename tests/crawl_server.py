@@ -53,6 +53,34 @@ def json_reply(value: Any, status: int = 200, **headers: str) -> Reply:
     return Reply(json.dumps(value).encode("utf-8"), status, {"Content-Type": "application/json"} | headers)
 
 
+def make_pdf(pages: list[str]) -> bytes:
+    """A whole PDF of text pages, lines broken at 80 characters."""
+    objects = [b"<< /Type /Catalog /Pages 2 0 R >>", b"", b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>"]
+    kids = []
+    for text in pages:
+        lines = [text[start : start + 80] for start in range(0, len(text), 80)]
+        shown = " ".join(f"({line.replace('(', '').replace(')', '')}) Tj T*" for line in lines)
+        stream = f"BT /F1 10 Tf 12 TL 40 780 Td {shown} ET".encode("latin-1")
+        objects.append(b"<< /Length %d >>\nstream\n%s\nendstream" % (len(stream), stream))
+        content = len(objects)
+        font = "/Resources << /Font << /F1 3 0 R >> >> /MediaBox [0 0 595 842]"
+        objects.append(f"<< /Type /Page /Parent 2 0 R {font} /Contents {content} 0 R >>".encode())
+        kids.append(f"{len(objects)} 0 R")
+    objects[1] = f"<< /Type /Pages /Kids [{' '.join(kids)}] /Count {len(kids)} >>".encode()
+    body, offsets = b"%PDF-1.4\n", []
+    for number, content in enumerate(objects, 1):
+        offsets.append(len(body))
+        body += b"%d 0 obj\n%s\nendobj\n" % (number, content)
+    table = b"".join(b"%010d 00000 n \n" % offset for offset in offsets)
+    size = len(objects) + 1
+    trailer = b"trailer\n<< /Size %d /Root 1 0 R >>\nstartxref\n%d\n%%%%EOF\n" % (size, len(body))
+    return body + b"xref\n0 %d\n0000000000 65535 f \n" % size + table + trailer
+
+
+def pdf(pages: list[str], content_type: str = "application/pdf") -> Reply:
+    return Reply(make_pdf(pages), headers={"Content-Type": content_type})
+
+
 class WebServer:
     """Routes by "host/path" or "/path"; a robots.txt that is not given is a 404."""
 
