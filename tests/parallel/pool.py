@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
+import torch._dynamo  # optimizers import it in their first step: once here, before the ranks fork, not in each of them
 from torch.distributed import TCPStore
 from torch.utils._pytree import tree_map_only
 
