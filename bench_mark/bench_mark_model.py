@@ -1,43 +1,36 @@
-"""Our training step beside a plain PyTorch loop of the same model, in one run.
+"""Our training step in its variants beside a plain PyTorch loop of the same model, in one run.
 
 The plain loop is what a careful user writes: torch.nn modules, F.scaled_dot_product_attention, F.cross_entropy and
-torch.optim.AdamW(fused=True), fp32 on a CPU, bf16 autocast over fp32 weights on a GPU (bench_mark_model_plain.py). Both
-start from the same weights and see the same tokens; on a CPU their steps alternate, because a shared machine drifts.
+torch.optim.AdamW(fused=True), fp32 on a CPU; on a GPU bf16 autocast over fp32 weights, model and loss under
+torch.compile (bench_mark_model_plain.py). All start from the same weights and see the same tokens; on a CPU their steps
+alternate, because a shared machine drifts. Variants: bench_mark_model_variants.py.
 
     python -m bench_mark.bench_mark_model                                   # CPU: mew-1m and mew-12m, eager
-    python -m bench_mark.bench_mark_model device=cuda models=[gpt-124m,350m,1b]
+    python -m bench_mark.bench_mark_model device=cuda models=[gpt-124m,350m,1b] variants=[compiled,fused-graph]
 """
 
 import gc
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import hydra
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
-from torch.nn import functional as F
 
-from bench_mark.bench_mark_model_plain import PlainModel, plain_optimizer
 from bench_mark.bench_mark_model_report import facts, print_head, print_row, write_results
-from configs.errors import UserError, check_choice, check_positive
+from bench_mark.bench_mark_model_variants import VARIANTS, Contestant, make_tokens, our_contestant, plain_contestant
+from configs.errors import check_choice, check_positive
 from configs.loader import CONFIG_DIR, load_config, run_script
-from llm.args import DataConfig, HardwareConfig, ModelConfig, TrainConfig
+from llm.args import HardwareConfig, ModelConfig
 from llm.cost_model import Workload, predict_workload
-from llm.data_loader import Batch
 from llm.hardware import Hardware, detect_hardware
 from llm.hardware_allocator import keep_freed_memory
-from llm.loss import CrossEntropyLoss
 from llm.metrics import comparison_rows, mfu
-from llm.metrics_memory import PeakMemory, held_tensors
-from llm.parallelize import make_forward_loss, parallelize
-from llm.schedule import ScheduleConfig
-from llm.training_step import TrainingStep
-from llm.transformer import Transformer
-from llm.transformer_init import initialise
+from llm.metrics_memory import PeakMemory
 from parallel.mesh import Mesh, close_mesh, init_mesh
 
 # micro-batch and sequence length of each model, of DESIGN.md's table where it has one
@@ -52,7 +45,8 @@ class BenchmarkConfig:
 
     device: str = "auto"
     models: list[str] | None = None
-    compile: list[str] | None = None  # of none, block, model; null: none on a CPU, none and model on a GPU
+    variants: list[str] | None = None  # of VARIANTS; null: eager on a CPU, compiled and fused ones on a GPU
+    plain_compile: str | None = None  # how the plain loop is compiled: none or model; null: model on a GPU
     steps: int = 20
     warmup: int = 5
     threads: int | None = None
@@ -63,78 +57,17 @@ class BenchmarkConfig:
     def __post_init__(self) -> None:
         check_choice("device", self.device, ("auto", "cpu", "cuda"))
         check_positive(steps=self.steps, warmup=self.warmup)
-        unknown = sorted(set(self.models or []) - SHAPES.keys())
-        if unknown:
-            raise UserError(f"models={unknown} have no batch shape here; use some of {sorted(SHAPES)}")
-
-
-@dataclass
-class Contestant:
-    """A training step that can be taken again and again, and what it was seen to need."""
-
-    name: str
-    step: Callable[[], Tensor]  # takes one optimizer step, returns the loss
-    tensors: Callable[[], list[Tensor]]  # what it holds between steps
-    seconds: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    peak_bytes: int = 0
+        if self.plain_compile is not None:
+            check_choice("plain_compile", self.plain_compile, ("none", "model"))
+        for name in self.models or []:
+            check_choice("models", name, list(SHAPES))
+        for name in self.variants or []:
+            check_choice("variants", name, list(VARIANTS))
 
 
 def load_model_config(name: str) -> ModelConfig:
     config = load_config(ModelConfig, OmegaConf.load(f"{CONFIG_DIR}/model/{name}.yaml"))
     return config.with_vocab_of(VOCAB_SIZES.get(name, 2))
-
-
-def train_config(work: Workload) -> TrainConfig:
-    """One micro-batch a step at a constant rate, clipped at norm 1; the plain loop does the same."""
-    config = TrainConfig(
-        name="benchmark", dtype=work.dtype, model=work.model, micro_batch_size=work.micro_batch_size,
-        global_batch_tokens=work.tokens, data=DataConfig(seq_len=work.seq_len),
-        schedule=ScheduleConfig(name="constant", warmup_steps=0),
-    )  # fmt: skip
-    return replace(config, compile=work.compile)
-
-
-def our_contestant(work: Workload, mesh: Mesh, token_ids: Tensor) -> Contestant:
-    """The step of llm.training on windows (B, T + 1)."""
-    model = Transformer(work.model)
-    initialise(model, seed=0)
-    model.to(mesh.device)
-    config = train_config(work)
-    parts = parallelize(model, config, mesh)
-    training_step = TrainingStep(config, mesh, parts, make_forward_loss(model, CrossEntropyLoss(), parts.compile))
-    batch = Batch(token_ids[:, :-1].contiguous(), token_ids[:, 1:].contiguous(), work.tokens)
-
-    def step() -> Tensor:
-        result = training_step.run(0, [batch])
-        return result.loss_sum / result.num_targets
-
-    return Contestant("mew", step, lambda: [*held_tensors(model, parts.optimizer), batch.token_ids, batch.targets])
-
-
-def plain_contestant(work: Workload, mesh: Mesh, token_ids: Tensor) -> Contestant:
-    """The plain loop from the same weights, compiled as a whole where ours is compiled."""
-    ours = Transformer(work.model)
-    initialise(ours, seed=0)
-    model = PlainModel(work.model, work.seq_len)
-    model.copy_weights(ours)
-    model.to(mesh.device)
-    rates = train_config(work).optimizer
-    optimizer = plain_optimizer(model, rates.lr, rates.weight_decay, (rates.beta1, rates.beta2))
-    forward = torch.compile(model) if work.compile != "none" else model
-    inputs = token_ids[:, :-1].contiguous().to(mesh.device)
-    targets = token_ids[:, 1:].contiguous().to(mesh.device)
-
-    def step() -> Tensor:
-        with torch.autocast(mesh.device.type, torch.bfloat16, enabled=work.dtype == "bfloat16"):
-            loss = F.cross_entropy(forward(inputs).flatten(0, 1), targets.flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), rates.clip_norm)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    return Contestant("plain torch", step, lambda: [*held_tensors(model, optimizer), inputs, targets])
 
 
 def take_steps(contestants: list[Contestant], config: BenchmarkConfig, device: torch.device) -> None:
@@ -155,21 +88,23 @@ def take_steps(contestants: list[Contestant], config: BenchmarkConfig, device: t
             contestant.losses.append(loss)
 
 
-def compete(work: Workload, config: BenchmarkConfig, mesh: Mesh) -> list[Contestant]:
-    """Both contestants on the same windows. A GPU takes them one after the other, so that memory is each one's own."""
-    generator = torch.Generator().manual_seed(0)
-    shape = (work.micro_batch_size, work.seq_len + 1)
-    token_ids = torch.randint(work.model.vocab_size, shape, generator=generator)
+def compete(work: Workload, names: list[str], config: BenchmarkConfig, mesh: Mesh) -> list[Contestant]:
+    """The plain loop and our variants on the same windows; on a GPU one after the other, each with all its memory."""
+    count = config.warmup + 1 + config.steps
+    tokens = make_tokens(count, work.micro_batch_size, work.seq_len, work.model.vocab_size)
+    builders = [plain_contestant] + [partial(our_contestant, name) for name in names]
     if mesh.device.type == "cpu":
-        contestants = [build(work, mesh, token_ids) for build in (our_contestant, plain_contestant)]
+        contestants = [build(work, mesh, tokens) for build in builders]
         take_steps(contestants, config, mesh.device)
         return contestants
     finished = []
-    for build in (our_contestant, plain_contestant):
-        contestant = build(work, mesh, token_ids)
+    for build in builders:
+        started_s = time.monotonic()
+        contestant = build(work, mesh, tokens)
         take_steps([contestant], config, mesh.device)
         # The step holds the model; without it the next contestant has the GPU to itself.
         finished.append(replace(contestant, step=never, tensors=list))
+        print(f"-- {contestant.name}: {time.monotonic() - started_s:.0f} s in all", flush=True)
         del contestant
         torch.compiler.reset()
         gc.collect()
@@ -181,38 +116,51 @@ def never() -> Tensor:
     raise AssertionError("this contestant has finished")
 
 
-def check_losses(contestants: list[Contestant], dtype: str) -> float:
-    """The largest relative difference of the two losses over the first steps; AssertionError when too large."""
-    ours, plain = (contestant.losses[:5] for contestant in contestants)
-    difference = max(abs(a - b) / b for a, b in zip(ours, plain, strict=True))
-    assert difference < LOSS_TOLERANCE[dtype], f"losses {ours} and {plain} differ by {difference:.1e}"
+def check_losses(ours: Contestant, plain: Contestant, dtype: str) -> float:
+    """The largest relative difference of the two losses over all steps; AssertionError when too large."""
+    difference = max(abs(a - b) / b for a, b in zip(ours.losses, plain.losses, strict=True))
+    limit = LOSS_TOLERANCE[dtype]
+    assert difference < limit, f"losses of {ours.name} and the plain loop differ by {difference:.1e}, at most {limit}"
     return difference
 
 
-def measure(name: str, work: Workload, hardware: Hardware, config: BenchmarkConfig, mesh: Mesh) -> dict[str, Any]:
+def describe(contestant: Contestant, work: Workload, predicted: dict[str, Any], hardware: Hardware) -> dict[str, Any]:
+    """What a contestant needed, as printed and as it goes into the JSON document."""
+    step_s = statistics.median(contestant.seconds)
+    tokens_per_s = work.tokens / step_s
+    used = mfu(predicted["flops_per_token"], tokens_per_s, hardware.peak_flops(work.dtype))
+    measured = {"parameters": predicted["parameters"], "memory_peak_bytes": contestant.peak_bytes,
+                "step_s": step_s, "tokens_per_s": tokens_per_s, "mfu": used}  # fmt: skip
+    is_ours = contestant.name in VARIANTS
+    rows = comparison_rows(predicted if is_ours else {}, measured)[1:]
+    return {"rows": rows, "step_s": step_s, "mfu": used, "seconds": contestant.seconds, "losses": contestant.losses}
+
+
+def measure(
+    name: str, work: Workload, names: list[str], hardware: Hardware, config: BenchmarkConfig, mesh: Mesh
+) -> dict[str, Any]:
     """Predict, compete, print the rows; the result as it goes into the JSON document."""
-    predicted = predict_workload(work, hardware)
-    contestants = compete(work, config, mesh)
-    difference = check_losses(contestants, work.dtype)
-    result: dict[str, Any] = {"model": name, "compile": work.compile, "batch": [work.micro_batch_size, work.seq_len]}
-    for contestant in contestants:
-        step_s = statistics.median(contestant.seconds)
-        tokens_per_s = work.tokens / step_s
-        used = mfu(predicted["flops_per_token"], tokens_per_s, hardware.peak_flops(work.dtype))
-        measured = {"parameters": predicted["parameters"], "memory_peak_bytes": contestant.peak_bytes,
-                    "step_s": step_s, "tokens_per_s": tokens_per_s, "mfu": used}  # fmt: skip
-        is_ours = contestant.name == "mew"
-        rows = comparison_rows(predicted if is_ours else {}, measured)[1:]
-        for row in rows:
-            print_row(name, f"{contestant.name}, {work.compile}", row, predicted["bound"] if is_ours else "")
-        result[contestant.name] = {"rows": rows, "seconds": contestant.seconds, "losses": contestant.losses[:5]}
-    ours, plain = (statistics.median(contestant.seconds) for contestant in contestants)
-    print(f"{name}, {work.compile}: {plain / ours:.3f} x the plain loop's tokens/s; losses within {difference:.1e}")
-    return result | {"speed_ratio": plain / ours, "loss_difference": difference, "predicted": predicted}
+    plain, *ours = compete(work, names, config, mesh)
+    result: dict[str, Any] = {"model": name, "batch": [work.micro_batch_size, work.seq_len]}
+    for contestant in (plain, *ours):
+        own = work if contestant is plain else replace(work, compile=VARIANTS[contestant.name].compile)
+        predicted = predict_workload(own, hardware)
+        described = result[contestant.name] = describe(contestant, work, predicted, hardware)
+        for row in described["rows"]:
+            print_row(name, contestant.name, row, predicted["bound"] if contestant is not plain else "")
+        if contestant is not plain:
+            described["predicted"] = predicted
+            described["speed_ratio"] = result["plain torch"]["step_s"] / described["step_s"]
+            described["loss_difference"] = check_losses(contestant, plain, work.dtype)
+            print(
+                f"{name}, {contestant.name}: {described['speed_ratio']:.3f} x the plain loop's tokens/s; losses of "
+                f"{len(plain.losses)} steps within {described['loss_difference']:.1e}, last {plain.losses[-1]:.3f}"
+            )
+    return result
 
 
 def benchmark(config: BenchmarkConfig) -> dict[str, Any]:
-    """Measure every model in every compile mode; writes and prints the results."""
+    """Measure every model in every variant; writes and prints the results."""
     mesh = init_mesh(config.device)
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -224,15 +172,14 @@ def benchmark(config: BenchmarkConfig) -> dict[str, Any]:
     hardware = detect_hardware(config.hardware, mesh.device)
     known = facts(hardware, dtype)
     print_head(known)
-    modes = config.compile or (["none", "model"] if device == "cuda" else ["none"])
+    variants = config.variants or (["compiled", "fused", "fused-graph", "mixed"] if device == "cuda" else ["eager"])
     names = config.models or (["gpt-124m", "350m", "1b"] if device == "cuda" else ["mew-1m", "mew-12m"])
-    results = []
+    plain_compile = config.plain_compile or ("model" if device == "cuda" else "none")
+    result: dict[str, Any] = {"facts": known, "results": []}
     for name in names:
-        for mode in modes:
-            work = Workload(load_model_config(name), *SHAPES[name], device=device, dtype=dtype, compile=mode)
-            results.append(measure(name, work, hardware, config, mesh))
+        work = Workload(load_model_config(name), *SHAPES[name], device=device, dtype=dtype, compile=plain_compile)
+        result["results"].append(measure(name, work, variants, hardware, config, mesh))
     close_mesh(mesh)
-    result = {"facts": known, "results": results}
     write_results(result, config.output, device)
     return result
 

@@ -14,6 +14,7 @@ from llm.args import KernelsConfig, ModelConfig, MoeConfig, TrainConfig
 from llm.data_loader import Batch
 from llm.optimizer import OptimizerConfig, build_optimizer, clipped_step, gradient_norm
 from llm.parallelize import apply_compile, make_forward_loss
+from llm.training_graph import GraphedMicroBatch
 from llm.transformer import Transformer
 from llm.transformer_init import initialise
 from llm.transformer_kernels import OPERATIONS, apply_kernels, make_loss
@@ -174,3 +175,28 @@ def test_a_machine_without_gpu_is_told_so_at_start(monkeypatch):
     monkeypatch.setattr("kernel.operator_inputs.is_interpreted", lambda kernel: False)
     with pytest.raises(UserError, match=r"kernels\.fused=true needs a CUDA device, not cpu"):
         make(FUSED)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compile_mode", ["none", "model"])
+def test_a_captured_micro_batch_takes_the_same_steps(compile_mode):
+    """Two micro-batches a step, one of them of another shape now and then, over the calls before and after capture."""
+    found = []
+    for graphed in (False, True):
+        torch.compiler.reset()
+        model = make(FUSED, attention="triton")
+        forward_loss = make_forward_loss(model, make_loss(FUSED, z_loss=1e-3), compile_mode)
+        micro_batch = GraphedMicroBatch(forward_loss, model.parameters(), None)
+        optimizer = build_optimizer(model.named_parameters(), OptimizerConfig(lr=1e-2), fused=True)
+        losses = []
+        for step, batch in enumerate(batches(2 * STEPS)[::2]):
+            others = [batches(2 * STEPS + 1)[2 * step], batches(1, T=5)[0]] if step % 3 == 2 else [batch]
+            for item in (batch, *others):
+                share = torch.full((), 0.01, device=DEVICE)
+                sums = micro_batch(item, 100) if graphed else micro_batch.forward_backward(item, share)
+                losses.append(sums.loss_sum.item())
+            clipped_step(optimizer, model.parameters(), gradient_norm(model.parameters()), 0.3)
+            optimizer.zero_grad(set_to_none=True)
+        assert not graphed or (micro_batch.first is not None and micro_batch.adding is not None)
+        found.append(losses)
+    assert found[1] == pytest.approx(found[0], rel=10 * FP32_FORWARD)
