@@ -17,6 +17,7 @@ from kernel.flash_attention_triton import DTYPES, HEAD_DIMS, is_traced, run_kern
 from kernel.flash_attention_triton_decode_kernels import merge_kernel, split_kernel
 from kernel.flash_attention_triton_launch import LOG2E, num_blocks, num_processors, padded_dim, precision
 from kernel.flash_attention_triton_tuning import Tuner, make_key, shared_tuner
+from kernel.launch_cache import cached
 
 MIN_ROWS = 16  # of a tile of queries: the least that tl.dot takes
 MAX_ROWS = 64
@@ -205,18 +206,21 @@ def run_decode(
     numbers = (B, T, H, D, call.max_length, call.window, num_chunks)
     block_b = max(64, 1 << (B - 1).bit_length())
     table = cache.lens if cache.table is None else cache.table
-    split_kernel[(side_by_side, items)](
+    args = (
         q, cache.k, cache.v, cache.lens, table, out, lse, parts, part_lse,
         *q.stride()[:3], *cache.k.stride()[:3], table.stride(0), *numbers, call.scale * LOG2E, call.softcap,
+    )  # fmt: skip
+    constants = dict(
         GROUP=H // K, PAGE_SIZE=0 if cache.table is None else cache.k.shape[1], WINDOW=call.window > 0,
         SOFTCAP=call.softcap > 0, BLOCK_B=block_b, BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_D=block_d,
-        PRECISION=precision(q), STAGES=config.stages, num_warps=config.warps,
+        PRECISION=precision(q), STAGES=config.stages,
     )  # fmt: skip
-    merge_kernel[(T * H, B)](
-        cache.lens, parts, part_lse, out, lse, *numbers,
-        WINDOW=call.window > 0, BLOCK_B=block_b, BLOCK_N=config.block_n, BLOCK_C=CHUNKS_MERGED_AT_ONCE,
-        BLOCK_D=block_d, num_warps=2,
-    )  # fmt: skip
+    cached(split_kernel).launch((side_by_side, items), args, constants, num_warps=config.warps)
+    constants = dict(
+        WINDOW=call.window > 0, BLOCK_B=block_b, BLOCK_N=config.block_n, BLOCK_C=CHUNKS_MERGED_AT_ONCE, BLOCK_D=block_d
+    )
+    args = (cache.lens, parts, part_lse, out, lse, *numbers)
+    cached(merge_kernel).launch((T * H, B), args, constants, num_warps=2)
     return out, lse
 
 

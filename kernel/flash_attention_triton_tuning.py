@@ -24,24 +24,34 @@ from configs.run_dir import write_json_atomic
 FORMAT = 1  # of the file; another is ignored
 MARGIN = 0.97  # a candidate replaces the default only when it takes less than this of its time: runs spread by 3%
 WARMUP_MS, TIMED_MS = 10, 40
+HOPPER = "sm9"  # ends the device's name in a key
 
-TILE_FIELDS = ("block_m", "block_n", "warps", "stages", "consumers", "max_registers")
+TILE_FIELDS = ("block_m", "block_n", "warps", "stages", "consumers", "registers", "max_registers")
 DECODE_FIELDS = ("block_n", "warps", "stages", "programs", "min_rows")
-# By pass and padded head_dim, 16-bit: what came near the best in a sweep on an H200 (docs/kernels.md).
+# By pass and padded head_dim, 16-bit: what came near the best in a sweep on an H200 (docs/kernels.md). Those with
+# consumers are the warp-specialised kernels, which only compute capability 9 runs.
 CANDIDATES: dict[tuple[str, int], list[tuple]] = {
-    ("forward", 64): [(64, 128, 4, 2, 0, 168), (64, 128, 4, 3, 0, None), (64, 64, 4, 3, 0, None)],
-    ("forward", 128): [(128, 128, 4, 2, 2, None), (128, 128, 8, 3, 0, None), (64, 64, 4, 3, 0, None)],
-    ("key", 64): [(64, 64, 4, 3, 0, None), (64, 128, 8, 3, 0, None), (64, 64, 4, 2, 0, None)],
-    ("key", 128): [(64, 128, 8, 3, 0, None), (64, 64, 4, 3, 0, None)],
-    ("query", 64): [(128, 64, 8, 3, 0, None), (64, 64, 4, 3, 0, None)],
-    ("query", 128): [(128, 64, 8, 3, 0, None), (64, 64, 4, 3, 0, None)],
+    ("forward", 64): [
+        (64, 128, 4, 2, 0, 240, None), (64, 128, 4, 3, 0, 240, None), (64, 64, 4, 3, 0, 240, None),
+        (128, 128, 4, 2, 2, 240, None),
+    ],
+    ("forward", 128): [
+        (128, 128, 4, 2, 2, 240, None), (128, 128, 8, 3, 0, 240, None), (64, 64, 4, 3, 0, 240, None),
+    ],
+    ("key", 64): [
+        (64, 192, 4, 2, 3, 160, None), (64, 128, 4, 2, 2, 240, None), (64, 64, 4, 3, 0, 240, None),
+        (64, 128, 8, 3, 0, 240, None),
+    ],
+    ("key", 128): [(64, 128, 4, 2, 2, 240, None), (64, 128, 8, 3, 0, 240, None), (64, 64, 4, 3, 0, 240, None)],
+    ("query", 64): [(128, 128, 4, 3, 2, 240, None), (128, 64, 8, 3, 0, 240, None), (64, 64, 4, 3, 0, 240, None)],
+    ("query", 128): [(128, 128, 4, 2, 2, 240, None), (128, 64, 8, 3, 0, 240, None), (64, 64, 4, 3, 0, 240, None)],
     ("decode", 64): [(128, 4, 3, 8, 16), (128, 4, 2, 8, 64), (64, 4, 3, 8, 16), (64, 2, 4, 16, 16)],
     ("decode", 128): [(64, 4, 3, 8, 16), (64, 4, 3, 16, 16), (64, 4, 2, 8, 64), (32, 2, 4, 16, 16), (128, 4, 2, 8, 16)],
-}
+}  # fmt: skip
 
 
 class TuningKey(NamedTuple):
-    """What a choice belongs to; `length` is rounded up to a power of two by make_key."""
+    """What a choice belongs to; device holds the compute capability, length is rounded up to a power of two."""
 
     device: str
     kind: str
@@ -59,7 +69,9 @@ def make_key(kind: str, x: torch.Tensor, mask: str, length: int) -> TuningKey:
 
 @cache
 def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    if device.type != "cuda":
+        return device.type
+    return f"{torch.cuda.get_device_name(device)} sm{torch.cuda.get_device_capability(device)[0]}"
 
 
 def candidates_of(key: TuningKey, default: Any) -> list[Any]:
@@ -68,6 +80,8 @@ def candidates_of(key: TuningKey, default: Any) -> list[Any]:
     rows = CANDIDATES.get((key.kind, block_d), []) if key.dtype != "float32" else []
     fields = DECODE_FIELDS if key.kind == "decode" else TILE_FIELDS
     others = [replace(default, **dict(zip(fields, row, strict=True))) for row in rows]
+    if not key.device.endswith(HOPPER):
+        others = [config for config in others if not getattr(config, "consumers", 0)]
     return [default, *(config for config in others if config != default)]
 
 
@@ -160,6 +174,17 @@ class Tuner:
         """Add the choice to the file, beside what other processes wrote since it was read."""
         self.stored = read_choices(self.path) | {"|".join(map(str, key)): asdict(config)}
         write_json_atomic(self.path, {"format": FORMAT, "choices": self.stored})
+
+
+def tuned_tile(
+    kind: str, qk: tuple[torch.Tensor, torch.Tensor], call: Any, default: Any, run: Callable[[Any], object]
+) -> Any:
+    """The tile of a pass over q (B, T, H, D) and k (B, S, K, D); call: its Attention, default: its TileConfig."""
+    q, k = qk
+    if not q.is_cuda or call.softcap:  # tanh has a table of its own, and no candidates
+        return default
+    mask = ("none", "causal", "ranges")[call.bounds] + (" deterministic" if call.deterministic else "")
+    return shared_tuner().choose(make_key(kind, q, mask, max(q.shape[1], k.shape[1])), default, run)
 
 
 def read_choices(path: Path) -> dict[str, dict[str, Any]]:

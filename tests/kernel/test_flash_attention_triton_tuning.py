@@ -19,7 +19,7 @@ from kernel.flash_attention_triton_tuning import CANDIDATES, Tuner, TuningKey, c
 from tests.tolerances import FP16_TILES
 
 DEFAULT = TileConfig(128, 64, 8, 2)
-KEY = TuningKey("a device", "forward", 128, "bfloat16", "causal", 4096)
+KEY = TuningKey("a device sm9", "forward", 128, "bfloat16", "causal", 4096)
 
 
 @dataclass
@@ -52,7 +52,7 @@ def test_the_fastest_candidate_is_chosen_once_and_found_by_the_next_process(tmp_
     assert again.choose(KEY, DEFAULT, ran.append) == chosen
     with again.timing():
         assert again.choose(KEY, DEFAULT, ran.append) == chosen
-    other = KEY._replace(device="another device")
+    other = KEY._replace(device="another device sm9")
     assert again.choose(other, DEFAULT, ran.append) == DEFAULT
 
 
@@ -137,6 +137,8 @@ def test_keys_tell_apart_what_matters():
     assert key == ("cpu", "key", 96, "float16", "causal", 2048)
     assert make_key("key", x, "causal", 2048) == key != make_key("key", x, "causal", 1024)
     assert candidates_of(key._replace(dtype="float32"), DEFAULT) == [DEFAULT]
+    assert any(config.consumers for config in candidates_of(KEY, DEFAULT))
+    assert not any(config.consumers for config in candidates_of(KEY._replace(device="another sm8"), DEFAULT))
     for (kind, _), rows in CANDIDATES.items():
         assert len(set(rows)) == len(rows), kind
 
