@@ -1,0 +1,219 @@
+"""ZeRO-1, 2 and 3 beside torch's FSDP2: step time, memory and communication, predicted and measured, in one run.
+
+Every contestant trains the same model on the same batch; their steps alternate, because a shared machine drifts. "over
+bare" is a step's time over the one that communicates nothing, "exposed" what the log says was waited for. On one rank
+the wrappers are forced on: hooks, gathers and reductions all run, in a group of one. The last line is JSON.
+
+    python -m bench_mark.bench_mark_fsdp                                                  # one rank, wrappers forced
+    torchrun --nproc-per-node=2 -m bench_mark.bench_mark_fsdp --model mew-1m              # gloo on CPUs, nccl on GPUs
+    torchrun --nproc-per-node=2 -m bench_mark.bench_mark_fsdp --model 1b --kernels fused --attention triton
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench_mark.bench_mark_fsdp_contestants import VARIANTS, Contestant, Setup, build
+from bench_mark.bench_mark_model import SHAPES, load_model_config
+from bench_mark.bench_mark_model_report import facts
+from configs.errors import UserError
+from configs.report_numbers import format_quantity
+from configs.run_dir import write_json_atomic
+from llm.args import HardwareConfig, KernelsConfig
+from llm.cost_model import Workload, predict_workload
+from llm.hardware import detect_hardware
+from llm.metrics_memory import PeakMemory
+from llm.plan_memory import rank_memory
+from llm.plan_shapes import data_layout, meta_params, predicted_traffic
+from parallel.collectives import barrier
+from parallel.mesh import close_mesh, init_mesh
+from parallel.mesh_degrees import Degrees
+
+COLUMNS = (
+    f"{'variant':14} {'step':>10} {'over bare':>10} {'exposed':>10} {'peak':>10} {'predicted':>10} {'ratio':>6} "
+    f"{'sent a step':>12} {'predicted':>12}  scaling"
+)
+LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
+
+
+def measure(
+    setup: Setup, names: list[str], steps: int, warmup: int, build: Callable[[str, Setup], Contestant] = build
+) -> list[Contestant]:
+    """Build each contestant, warm it up and look at its memory, then time steps that alternate between them."""
+    contestants, mesh = [], setup.mesh
+    for name in names:
+        before = allocated(mesh.device)
+        contestant = build(name, setup)
+        for _ in range(warmup):
+            contestant.losses.append(contestant.step().item())
+        gc.collect()
+        others = before  # what the contestants built earlier hold
+        with PeakMemory(mesh.device, contestant.tensors()) as memory:
+            contestant.losses.append(contestant.step().item())
+        contestant.peak_bytes = memory.peak_bytes - others
+        contestants.append(contestant)
+    mesh.log.drain(0)
+    for _ in range(steps):
+        for contestant in contestants:
+            barrier(mesh, "world")
+            mesh.log.drain(0)
+            began = time.perf_counter()
+            loss = contestant.step().item()  # waits for the device
+            if mesh.device.type == "cuda":
+                torch.cuda.synchronize(mesh.device)
+            contestant.seconds.append(time.perf_counter() - began)
+            contestant.losses.append(loss)
+            contestant.comm.append(mesh.log.drain(0))
+    return contestants
+
+
+def allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def predictions(contestant: Contestant, setup: Setup) -> dict[str, Any]:
+    """Peak bytes and bytes sent from the cost models; FSDP2 and "-all" send otherwise, and have none."""
+    if contestant.name not in ("bare", "zero1", "zero2", "zero3"):
+        return {"peak_bytes": None, "sent_bytes": None}
+    world_size, rank = (1, 0) if contestant.name == "bare" else (setup.mesh.world_size, setup.mesh.rank)
+    config = contestant.config
+    params = meta_params(setup.work.model, config.optimizer.name)
+    layout = data_layout(config.parallel, config.parallel.degrees().resolve(world_size), 1, config.dtype)
+    sent = sum(entry.bytes for entry in predicted_traffic(params, config, world_size, 1, rank))
+    if world_size == 1 and contestant.name != "bare":
+        sent = None  # forced in a group of one rank, where nothing has to be sent
+    peak = None
+    if setup.checkpointing != "selective":
+        peak = rank_memory(setup.work, params, layout, setup.checkpointing).peak_bytes
+    return {"peak_bytes": peak, "sent_bytes": sent}
+
+
+def row_of(contestant: Contestant, setup: Setup, bare_s: float | None) -> dict[str, Any]:
+    lines = [line for step in contestant.comm for line in step]
+    count, step_s = len(contestant.seconds), statistics.median(contestant.seconds)
+    predicted = predictions(contestant, setup)
+    return {
+        "variant": contestant.name,
+        "step_s": step_s,
+        "over_bare_s": None if bare_s is None else step_s - bare_s,
+        "over_bare": None if bare_s is None else step_s / bare_s,
+        "exposed_s": sum(line["exposed_seconds"] for line in lines) / count if lines else None,
+        "communication_s": sum(line["seconds"] for line in lines) / count if lines else None,
+        "peak_bytes": contestant.peak_bytes,
+        "predicted_peak_bytes": predicted["peak_bytes"],
+        "sent_bytes": sum(line["bytes"] for line in lines) / count if lines else None,
+        "predicted_sent_bytes": predicted["sent_bytes"],
+        "scaling": None if bare_s is None or setup.mesh.world_size == 1 else bare_s / step_s,
+        "tokens_per_s": setup.work.tokens * setup.mesh.world_size / step_s,
+        "losses": contestant.losses[:4],
+        "seconds": contestant.seconds,
+        "comm": [{k: v for k, v in line.items() if k != "step"} for line in contestant.comm[-1]],
+    }
+
+
+def show(row: dict[str, Any]) -> str:
+    def text(key: str, unit: str) -> str:
+        return "–" if row[key] is None else format_quantity(row[key], unit)
+
+    predicted, scaling = row["predicted_peak_bytes"], row["scaling"]
+    ratio = "–" if not predicted else f"{row['peak_bytes'] / predicted:.2f}"
+    return (
+        f"{row['variant']:14} {text('step_s', 's'):>10} {text('over_bare_s', 's'):>10} {text('exposed_s', 's'):>10} "
+        f"{text('peak_bytes', 'B'):>10} {text('predicted_peak_bytes', 'B'):>10} {ratio:>6} "
+        f"{text('sent_bytes', 'B'):>12} {text('predicted_sent_bytes', 'B'):>12}  "
+        + ("–" if scaling is None else f"{scaling:.3f}")
+    )
+
+
+def check_losses(rows: list[dict[str, Any]], dtype: str, ranks: int) -> float:
+    """The largest relative difference between the contestants' first losses; AssertionError when too large.
+
+    Beside other ranks "bare" sees less data, so it is left out: all start from the same weights, and go apart.
+    """
+    compared = [row["losses"][:2] for row in rows if ranks == 1 or row["variant"] != "bare"]
+    worst = max((abs(a - b) / b for losses in compared for a, b in zip(losses, compared[0], strict=True)), default=0.0)
+    assert worst < LOSS_TOLERANCE[dtype], f"losses differ by {worst:.1e}: {compared}"
+    return worst
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", default=None, choices=sorted(SHAPES))
+    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--micro-batch", type=int, default=None)
+    parser.add_argument("--seq-len", type=int, default=None)
+    parser.add_argument("--compile", default=None, choices=("none", "block"))
+    parser.add_argument("--kernels", default="plain", choices=("plain", "fused"))
+    parser.add_argument("--attention", default=None)
+    parser.add_argument("--checkpointing", default="none", choices=("none", "selective", "full"))
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--out", default=None)
+    args = parser.parse_args()
+    unknown = sorted(set(args.variants.split(",")) - set(VARIANTS))
+    if unknown:
+        raise UserError(f"--variants={','.join(unknown)} is unknown; use some of {', '.join(VARIANTS)}")
+    return args
+
+
+def make_setup(args: argparse.Namespace) -> Setup:
+    mesh = init_mesh(args.device, degrees=Degrees(dp_shard=None), force=True)
+    on_gpu = mesh.device.type == "cuda"
+    name = args.model or ("350m" if on_gpu else "mew-1m")
+    model = load_model_config(name)
+    if args.attention:
+        model = replace(model, attention=args.attention)
+    micro_batch, seq_len = SHAPES[name]
+    work = Workload(
+        model, args.micro_batch or micro_batch, args.seq_len or seq_len, device=mesh.device.type,
+        dtype="bfloat16" if on_gpu else "float32", compile=args.compile or ("block" if on_gpu else "none"),
+    )  # fmt: skip
+    return Setup(work, mesh, KernelsConfig(fused=args.kernels == "fused"), args.checkpointing)
+
+
+def main() -> None:
+    args = arguments()
+    setup = make_setup(args)
+    mesh, work = setup.mesh, setup.work
+    torch.set_float32_matmul_precision("high" if mesh.device.type == "cuda" else "highest")
+    hardware = detect_hardware(HardwareConfig(), mesh.device, dtype=work.dtype)
+    known = facts(hardware, work.dtype) | {
+        "ranks": mesh.world_size, "backend": mesh.backend, "model": args.model or "default", "kernels": args.kernels,
+        "attention": work.model.attention, "compile": work.compile, "batch": [work.micro_batch_size, work.seq_len],
+        "checkpointing": setup.checkpointing, "predicted_bare_step_s": predict_workload(work, hardware)["step_s"],
+    }  # fmt: skip
+    contestants = measure(setup, args.variants.split(","), args.steps, args.warmup)
+    bare = [statistics.median(c.seconds) for c in contestants if c.name == "bare"]
+    rows = [row_of(contestant, setup, bare[0] if bare else None) for contestant in contestants]
+    known["loss_difference"] = check_losses(rows, work.dtype, mesh.world_size)
+    if mesh.is_main:
+        report(known, rows, args.out or f"bench_mark/results/fsdp_{mesh.device.type}_{mesh.world_size}.json")
+    close_mesh(mesh)
+
+
+def report(known: dict[str, Any], rows: list[dict[str, Any]], path: str) -> None:
+    print(
+        f"{known['hardware']} · {known['ranks']} ranks · {known['dtype']} · torch {known['torch']} · {known['commit']}"
+    )
+    print(f"bare step predicted {format_quantity(known['predicted_bare_step_s'], 's')}; "
+          f"losses within {known['loss_difference']:.1e}")  # fmt: skip
+    print(COLUMNS)
+    for row in rows:
+        print(show(row))
+    document = {"facts": known, "rows": rows}
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    write_json_atomic(Path(path), document)
+    print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    main()
