@@ -61,7 +61,7 @@ class HubSource:
 
     def batches(self, context: ApiContext, bookmark: Any) -> Iterator[Batch]:
         try:
-            import pyarrow.parquet as parquet
+            from pyarrow import ArrowException, parquet
         except ImportError as error:
             raise missing_extra("pyarrow", "data") from error
         mark = bookmark or {"file": 0, "group": 0}
@@ -76,7 +76,7 @@ class HubSource:
                     yield Batch([self._outcome(mark["file"], group, rows)], {"file": mark["file"], "group": group + 1})
             except FetchError as error:
                 raise listing_failed(self.name, error) from error
-            except OSError as error:  # what pyarrow raises for a broken file
+            except (OSError, ArrowException) as error:
                 raise UserError(f"{url} is no whole parquet file ({error}); try again later") from error
             mark = {"file": mark["file"] + 1, "group": 0}
             yield Batch([], mark)

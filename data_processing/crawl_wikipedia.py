@@ -172,7 +172,7 @@ def clean_extract(text: str) -> str:
             open_headings.append((level, match.group(2)))
         elif line.strip():
             for _, heading in open_headings:
-                kept += ["", heading]
+                kept += ["", heading] if kept and kept[-1] else [heading]
             open_headings = []
             kept.append(line.rstrip())
         elif kept and kept[-1] and not open_headings:
