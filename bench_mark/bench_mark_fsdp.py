@@ -127,8 +127,8 @@ def show(row: dict[str, Any]) -> str:
     ratio = "–" if not predicted else f"{row['peak_bytes'] / predicted:.2f}"
     return (
         f"{row['variant']:14} {text('step_s', 's'):>10} {text('over_bare_s', 's'):>10} {text('exposed_s', 's'):>10} "
-        f"{text('peak_bytes', 'B'):>10} {text('predicted_peak_bytes', 'B'):>10} {ratio:>6} "
-        f"{text('sent_bytes', 'B'):>12} {text('predicted_sent_bytes', 'B'):>12}  "
+        f"{text('peak_bytes', 'bytes'):>10} {text('predicted_peak_bytes', 'bytes'):>10} {ratio:>6} "
+        f"{text('sent_bytes', 'bytes'):>12} {text('predicted_sent_bytes', 'bytes'):>12}  "
         + ("–" if scaling is None else f"{scaling:.3f}")
     )
 
