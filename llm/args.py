@@ -179,6 +179,7 @@ class KernelsConfig:
     norm: bool | None = None  # RMSNorm with the residual addition before it
     rope: bool | None = None  # queries and keys in one launch
     swiglu: bool | None = None
+    linear: bool | None = None  # projections of one input together, weight gradients in the weights' dtype; eager only
     loss: bool | None = None  # output layer and cross-entropy in chunks, without the logits
     optimizer: bool | None = None  # AdamW in one launch, clipping folded in
     loss_chunk_mb: int = 256  # logits that the loss holds at a time
@@ -188,7 +189,7 @@ class KernelsConfig:
         check_positive(**{"kernels.loss_chunk_mb": self.loss_chunk_mb})
 
     def uses(self, operation: str) -> bool:
-        """Whether `operation` (norm, rope, swiglu, loss, optimizer) is fused."""
+        """Whether `operation` (norm, rope, swiglu, linear, loss, optimizer) is fused."""
         own = getattr(self, operation)
         return self.fused if own is None else own
 

@@ -5,7 +5,7 @@ stores them), grouped-query attention (Ainslie et al. 2023), SwiGLU (Shazeer 202
 (Qwen3), tied embeddings, mixture of experts (llm/moe.py). Strategies are applied from outside (llm/parallelize.py)
 through four seams: a Linear's `matmul`, an attention's `attend`, a block's `checkpoint`, and the names of `blocks`;
 fused kernels through
-`normalise`, `rotate` and `activate` (llm/transformer_kernels.py).
+`normalise`, `rotate`, `activate` and `project` (llm/transformer_kernels.py).
 
 Shapes: B batch, T query tokens, S keys, C d_model, F d_ff, H heads, K kv heads, D head_dim, V vocab, L layers,
 E experts, N = B*T.
@@ -24,7 +24,7 @@ from llm.kv_cache import KVCache
 from llm.moe import MixtureOfExperts
 from llm.transformer_attention import BACKENDS, prepare_mask
 from llm.transformer_context import BlockContext, make_context
-from llm.transformer_layers import Linear, SwiGlu, at_least_float32
+from llm.transformer_layers import Linear, SwiGlu, at_least_float32, project_each
 
 Rope = tuple[Tensor, Tensor]
 Head = Callable[[Tensor, Linear], Any]
@@ -129,6 +129,7 @@ class MultiHeadAttention(nn.Module):
         self.q_norm = RmsNorm(D, config.norm_eps) if config.qk_norm else None
         self.k_norm = RmsNorm(D, config.norm_eps) if config.qk_norm else None
         self.attend: Callable = ScaledDotProductAttention(config.attention)
+        self.project: Callable = project_each
 
     def positioned(self, q: Tensor, k: Tensor, ctx: BlockContext) -> tuple[Tensor, Tensor]:
         """Queries (B, T, H, D) and keys (B, T, K, D) with their positions worked in: here, none."""
@@ -137,9 +138,10 @@ class MultiHeadAttention(nn.Module):
     def forward(self, x: Tensor, ctx: BlockContext) -> Tensor:
         B, T, _ = x.shape
         # -1 for the heads: under tensor parallelism a rank holds only some of them.
-        q = self.q_proj(x).view(B, T, -1, self.head_dim)  # (B, T, H, D)
-        k = self.k_proj(x).view(B, T, -1, self.head_dim)  # (B, T, K, D)
-        v = self.v_proj(x).view(B, T, -1, self.head_dim)  # (B, T, K, D)
+        q, k, v = self.project(x, (self.q_proj, self.k_proj, self.v_proj))
+        q = q.view(B, T, -1, self.head_dim)  # (B, T, H, D)
+        k = k.view(B, T, -1, self.head_dim)  # (B, T, K, D)
+        v = v.view(B, T, -1, self.head_dim)  # (B, T, K, D)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = self.positioned(q, k, ctx)

@@ -9,15 +9,17 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from configs.errors import UserError
 from llm.args import KernelsConfig
 from llm.loss import CrossEntropyLoss, FusedCrossEntropyLoss
 from llm.moe import MixtureOfExperts
-from llm.transformer import MultiHeadAttentionWithRoPE, RmsNorm, Rope, TransformerBlock
-from llm.transformer_layers import SwiGlu
+from llm.transformer import MultiHeadAttention, MultiHeadAttentionWithRoPE, RmsNorm, Rope, TransformerBlock
+from llm.transformer_layers import Linear, SwiGlu
+from llm.transformer_linear import linear, project_together
 
-OPERATIONS = ("norm", "rope", "swiglu", "loss", "optimizer")
+OPERATIONS = ("norm", "rope", "swiglu", "linear", "loss", "optimizer")
 
 
 def check_kernels(kernels: KernelsConfig, device: torch.device) -> None:
@@ -43,11 +45,21 @@ def apply_kernels(model: nn.Module, kernels: KernelsConfig, device: torch.device
             module.rotate = fused_rotate
         if isinstance(module, SwiGlu) and kernels.uses("swiglu"):
             module.activate = fused_activate
+        if kernels.uses("linear"):
+            join_projections(module)
     for module in model.modules():
         if isinstance(module, TransformerBlock) and isinstance(module.ffn, MixtureOfExperts) and kernels.uses("norm"):
             # Experts' outputs are summed in the dtype of their input, which must stay that of the residual stream.
             module.ffn_norm.normalise = partial(fused_normalise, keep_dtype=True)
     return model
+
+
+def join_projections(module: nn.Module) -> None:
+    """Projections of one input together; every other Linear of a block as a group of one."""
+    if isinstance(module, MultiHeadAttention | SwiGlu):
+        module.project = project_together
+    if isinstance(module, Linear) and module.matmul is F.linear:
+        module.matmul = linear
 
 
 def make_loss(kernels: KernelsConfig, z_loss: float) -> CrossEntropyLoss | FusedCrossEntropyLoss:

@@ -1,6 +1,6 @@
 """The two layers that dense and expert blocks share: Linear, whose matmul can be swapped, and SwiGlu."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -30,10 +30,15 @@ class Linear(nn.Module):
         return self.matmul(x, self.weight, self.bias)
 
 
+def project_each(x: Tensor, layers: Sequence[Linear]) -> list[Tensor]:
+    """The outputs of layers that read one input: the seam for a projection of all of them together."""
+    return [layer(x) for layer in layers]
+
+
 class SwiGlu(nn.Module):
     """down(silu(gate(x)) * up(x)): (..., C) -> (..., F) -> (..., C). Shazeer 2020, without biases.
 
-    `activate(gate, up)` is the seam for a fused kernel.
+    `activate(gate, up)` and `project(x, layers)` are seams for fused kernels.
     """
 
     def __init__(self, d_model: int, d_ff: int):
@@ -42,9 +47,11 @@ class SwiGlu(nn.Module):
         self.up_proj = Linear(d_model, d_ff)
         self.down_proj = Linear(d_ff, d_model)
         self.activate: Callable[[Tensor, Tensor], Tensor] = silu_times
+        self.project: Callable[[Tensor, Sequence[Linear]], list[Tensor]] = project_each
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.activate(self.gate_proj(x), self.up_proj(x)))
+        gate, up = self.project(x, (self.gate_proj, self.up_proj))
+        return self.down_proj(self.activate(gate, up))
 
 
 def silu_times(gate: Tensor, up: Tensor) -> Tensor:

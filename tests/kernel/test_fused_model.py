@@ -155,7 +155,7 @@ def test_evaluation_without_gradients_gives_the_same_loss():
 
 def test_a_single_kernel_can_be_switched_off():
     kernels = KernelsConfig(fused=True, norm=False)
-    assert [kernels.uses(name) for name in OPERATIONS] == [False, True, True, True, True]
+    assert [kernels.uses(name) for name in OPERATIONS] == [False, True, True, True, True, True]
     model = make(kernels)
     assert model.norm.normalise is make(KernelsConfig()).norm.normalise
     assert model.blocks["0"].ffn.activate is not make(KernelsConfig()).blocks["0"].ffn.activate
