@@ -105,6 +105,27 @@ def loss_chunks() -> Iterator[tuple[str, Call]]:
     yield "chunk=256 MiB, float32 weight", lambda: run_chunks(x, wide, targets, options, [True, True])
 
 
+def products() -> Iterator[tuple[str, Call]]:
+    """The products of a block: forward, dx, dW in both dtypes; each projection alone, and packed side by side."""
+    for rows, width, outs in (
+        (32_768, 768, {"q": 768, "q k v": 2304, "gate": 2048, "gate up": 4096, "down": None}),
+        (16_384, 2048, {"q": 2048, "q k v": 3072, "gate": 8192, "gate up": 16_384, "down": None}),
+    ):
+        for name, out in outs.items():
+            inner, outer = (width, out) if out is not None else (outs["gate"], width)
+            x = torch.randn(rows, inner, device="cuda", dtype=BF16)
+            weight = torch.randn(outer, inner, device="cuda", dtype=BF16)
+            dy = torch.randn(rows, outer, device="cuda", dtype=BF16)
+            dx = torch.zeros(rows, inner, device="cuda", dtype=BF16)
+            tera = 2e-12 * rows * inner * outer
+            label = f"{name} {rows}x{inner}x{outer} ({tera:.4f} TFLOP)"
+            yield f"{label} y", lambda x=x, w=weight: torch.mm(x, w.t())
+            yield f"{label} dx", lambda dy=dy, w=weight: torch.mm(dy, w)
+            yield f"{label} dx +=", lambda dx=dx, dy=dy, w=weight: dx.addmm_(dy, w)
+            yield f"{label} dW bf16", lambda dy=dy, x=x: torch.mm(dy.t(), x)
+            yield f"{label} dW fp32", lambda dy=dy, x=x: torch.ops.aten.mm.dtype(dy.t(), x, FP32)
+
+
 SWEEPS: dict[str, Callable[[], Iterator[tuple[str, Call]]]] = {
     "norm_forward": norm_forward,
     "norm_backward": norm_backward,
@@ -112,6 +133,7 @@ SWEEPS: dict[str, Callable[[], Iterator[tuple[str, Call]]]] = {
     "rope": rope_warps,
     "loss_rows": loss_rows,
     "loss_chunks": loss_chunks,
+    "products": products,
 }
 
 
