@@ -73,7 +73,8 @@ class ApiAddress:
 def build_url(base: str, path: str = "", parameters: dict[str, Any] | None = None) -> str:
     """A normalised URL; empty parameters are left out."""
     given = {name: value for name, value in (parameters or {}).items() if value not in ("", None)}
-    url = base.rstrip("/") + (f"/{path.lstrip('/')}" if path else "") + (f"?{urlencode(given)}" if given else "")
+    url = f"{base.rstrip('/')}/{path.lstrip('/')}" if path else base
+    url += f"?{urlencode(given)}" if given else ""
     normalised = normalise_url(url, drop_parameters=())
     if normalised is None:
         raise FetchError("bad_url", url[:200])
@@ -96,7 +97,7 @@ def parse_json(page: Page) -> Any:
 
 def parse_xml(page: Page) -> ElementTree.Element:
     """The root element of a page. Raises FetchError; a DOCTYPE is refused, since entities can explode."""
-    if XML_DECLARATION.search(page.body[:2000]):
+    if XML_DECLARATION.search(page.body):
         raise FetchError("bad_xml", f"{page.url}: has a DOCTYPE")
     try:
         return ElementTree.fromstring(page.body)

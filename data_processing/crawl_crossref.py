@@ -30,7 +30,7 @@ from data_processing.crawl_papers import Paper, PaperConfig, paper_outcome
 from data_processing.crawl_state import Item, Outcome
 
 ISSN = re.compile(r"\d{4}-\d{3}[\dX]")
-FIELDS = "DOI,title,abstract,published,container-title,ISSN,URL,license,type,language"
+FIELDS = "DOI,title,abstract,issued,published,container-title,ISSN,license,type"
 VERSIONS = ("publishedVersion", "acceptedVersion", "submittedVersion")
 
 
@@ -172,7 +172,7 @@ def mail_of(context: ApiContext) -> str:
 
 def paper_from_work(work: Any, doi: str) -> Paper:
     """Crossref's record of a work; most fields may be missing."""
-    parts = dig(work, "published", "date-parts", 0)
+    parts = dig(work, "published", "date-parts", 0) or dig(work, "issued", "date-parts", 0)
     numbers = [part for part in parts if isinstance(part, int)] if isinstance(parts, list) else []
     date = "-".join(f"{number:0{4 if index == 0 else 2}d}" for index, number in enumerate(numbers[:3]))
     meta = {

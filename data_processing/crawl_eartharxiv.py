@@ -1,9 +1,11 @@
 """EarthArXiv preprints: by OAI-PMH from its own site (Janeway, since 2020), or from OSF, where the older ones lie.
 
-OAI gives Dublin Core without the PDF's address; the landing page names it (citation_pdf_url). OSF's API
-(https://developer.osf.io) names a preprint's file, whose record holds the download link.
+OAI gives Dublin Core whose identifiers are a DOI and the download's address; where that is missing the landing page
+names the PDF (citation_pdf_url). OSF's API (https://developer.osf.io) names a preprint's file, whose record holds the
+download link.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +30,7 @@ from data_processing.crawl_page import FetchError
 from data_processing.crawl_papers import Paper, PaperConfig, paper_batches
 from data_processing.crawl_url import normalise_url
 
+DOI = re.compile(r"(?<![\d.])10\.\d{4,9}/\S{1,200}")
 DUBLIN_CORE = "{http://www.openarchives.org/OAI/2.0/oai_dc/}"
 
 
@@ -40,7 +43,7 @@ class EarthArxivConfig(PaperConfig):
     from_date: str = ""  # with oai
     until_date: str = ""
     rows: int = 100  # preprints a page of OSF, at most 100
-    oai_url: str = "https://eartharxiv.org/api/oai"
+    oai_url: str = "https://eartharxiv.org/api/oai/"
     osf_url: str = "https://api.osf.io/v2"
 
     def __post_init__(self):
@@ -126,7 +129,7 @@ def paper_from_dublin_core(record: Element) -> Paper:
     """A record of oai_dc; its identifiers are a DOI and web addresses in any order."""
     body = record.find(f"{OAI}metadata/{DUBLIN_CORE}dc")
     names = texts_at(body, f"{DC}identifier") + texts_at(body, f"{DC}relation")
-    doi = next((name[name.index("10.") :] for name in names if "10." in name and "/" in name.partition("10.")[2]), "")
+    doi = next((found.group() for found in map(DOI.search, names) if found), "")
     pages = [name for name in names if name.startswith(("http://", "https://")) and "doi.org/" not in name]
     pdfs = [name for name in pages if name.lower().endswith(".pdf") or "/download" in name]
     landing = [name for name in pages if name not in pdfs]
@@ -137,7 +140,7 @@ def paper_from_dublin_core(record: Element) -> Paper:
         title=text_at(body, f"{DC}title"),
         abstract=strip_markup(abstracts[-1]) if abstracts else "",
         date=text_at(body, f"{DC}date")[:10],
-        url=(landing or pdfs or [f"https://doi.org/{doi}" if doi else ""])[0],
+        url=next(iter(landing), "") or (f"https://doi.org/{doi}" if doi else next(iter(pdfs), "")),
         pdf_urls=pdfs,
         landing_urls=landing,
         meta={"doi": doi, "license": text_at(body, f"{DC}rights"), "subjects": texts_at(body, f"{DC}subject")},

@@ -14,7 +14,7 @@ from urllib.parse import quote, unquote_to_bytes, urljoin, urlsplit
 from configs.errors import UserError
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
-MAX_URL_CHARACTERS = 2000
+MAX_URL_CHARACTERS = 8000  # the signed addresses of storage services have two thousand
 TRACKING_PARAMETERS = ("utm_*", "fbclid", "gclid", "mc_cid", "mc_eid", "phpsessid", "jsessionid", "sessionid")
 HOST_NAME = re.compile(r"(?!-)[a-z0-9_-]{1,63}(\.[a-z0-9_-]{1,63})*")
 TRIPLET = re.compile(r"%[0-9A-Fa-f]{2}")
@@ -30,6 +30,8 @@ def normalise_url(url: str, base: str = "", drop_parameters: Iterable[str] = TRA
     A name in `drop_parameters` (or a prefix that ends in *) is taken out of the query: marks of campaigns and
     sessions do not name another page.
     """
+    if len(url) > 2 * MAX_URL_CHARACTERS:  # data: URIs of megabytes are not worth the work
+        return None
     # Browsers drop tabs and line ends inside a URL and read "\" as "/"; urllib does neither, so it is done first.
     url = re.sub(r"[\t\r\n]", "", url.strip()).split("#", 1)[0].replace("\\", "/")
     try:

@@ -30,7 +30,7 @@ from data_processing.crawl_state import KEPT, Item, Outcome
 from data_processing.document import Document
 
 ARTICLES, CATEGORIES = 0, 14  # namespaces
-HEADING = re.compile(r"^(={2,6})[ \t]*(.+?)[ \t]*\1[ \t]*$")
+MAX_HEADING_CHARACTERS = 500
 BUSY = ("maxlag", "ratelimited", "readonly")
 
 
@@ -160,16 +160,25 @@ class WikipediaSource:
         return Outcome(item, KEPT, "", [document])
 
 
+def read_heading(line: str) -> tuple[int, str]:
+    """(level, title) of a line such as "== Causes ==", (0, "") of any other."""
+    line = line.strip()
+    if len(line) > MAX_HEADING_CHARACTERS or not line.startswith("=="):
+        return 0, ""
+    title = line.strip("=")
+    level = len(line) - len(line.lstrip("="))
+    return (level, title.strip()) if title.strip() and line.endswith("=" * level) else (0, "")
+
+
 def clean_extract(text: str) -> str:
     """Wiki headings as plain lines; those with nothing below them (references, links, galleries) are taken out."""
     kept: list[str] = []
     open_headings: list[tuple[int, str]] = []  # headings that no text has followed yet
     for line in text.split("\n"):
-        match = HEADING.match(line)
-        if match:
-            level = len(match.group(1))
+        level, heading = read_heading(line)
+        if level:
             open_headings = [entry for entry in open_headings if entry[0] < level]
-            open_headings.append((level, match.group(2)))
+            open_headings.append((level, heading))
         elif line.strip():
             for _, heading in open_headings:
                 kept += ["", heading] if kept and kept[-1] else [heading]

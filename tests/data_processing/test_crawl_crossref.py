@@ -5,6 +5,7 @@ import pytest
 from configs.errors import UserError
 from data_processing.crawl import CrawlConfig, Outside, crawl
 from data_processing.crawl_crossref import CrossrefConfig, CrossrefSource, has_check_digit, order_locations
+from data_processing.crawl_state import CrawlState
 from data_processing.document import Document, read_documents
 from tests.crawl_server import (
     FakeTime,
@@ -51,6 +52,7 @@ class Journal:
             "title": [f"Title of <i>{doi}</i>"],
             "container-title": ["Journal of Cores"],
             "ISSN": [issn],
+            "issued": {"date-parts": [[2021, 5]]},
             "published": {"date-parts": [[2021, 5, 3]]},
             "license": [{"URL": "https://creativecommons.org/licenses/by/4.0/", "content-version": "vor"}],
             "abstract": ABSTRACT,
@@ -255,6 +257,34 @@ def test_a_stopped_crawl_goes_on_at_its_cursor_and_survives_a_lost_one(journal, 
     assert stats["outcomes"] == {"kept": 7} and len(by_doi(tmp_path)) == 7
     asked = journal.asked_paths("api.unpaywall.test")
     assert len(asked) == len(set(asked)) == 2, "what was done is not done again"
+
+
+def test_crashes_between_and_within_commits_neither_lose_nor_double_a_paper(journal, tmp_path, monkeypatch):
+    for number in range(7):
+        journal.add(f"10.1/{number}", *([journal.place("/a.pdf")] if number % 2 else []))
+    journal.web.routes["repo.test/a.pdf"] = pdf(PAGES)
+    original, count = CrawlState._transaction, [0]
+
+    def transaction(self, body):
+        count[0] += 1
+        if count[0] % 6 == 2:
+            raise RuntimeError("crash before")
+        result = original(self, body)
+        if count[0] % 6 == 5:
+            raise RuntimeError("crash after")
+        return result
+
+    monkeypatch.setattr(CrawlState, "_transaction", transaction)
+    stats, crashes = None, 0
+    while stats is None and crashes < 50:
+        try:
+            stats = journal.crawl(tmp_path)
+        except RuntimeError:
+            crashes += 1
+    assert crashes > 3 and stats["outcomes"] == {"kept": 7}
+    assert [document.meta["doi"] for document in read_documents(tmp_path)] == [f"10.1/{number}" for number in range(7)]
+    asked = journal.asked_paths("api.unpaywall.test")
+    assert len(asked) == len(set(asked)) == 7
 
 
 def test_failures_of_unpaywall_can_be_tried_again(journal, tmp_path):

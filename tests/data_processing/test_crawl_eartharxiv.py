@@ -17,7 +17,7 @@ DUBLIN_CORE = """<?xml version="1.0" encoding="UTF-8"?>
 <dc:title>Storms in streams</dc:title><dc:creator>A. Author</dc:creator><dc:description>short</dc:description>
 <dc:description>{abstract}</dc:description><dc:date>2021-03-04T10:00:00Z</dc:date><dc:type>Preprint</dc:type>
 <dc:subject>Hydrology</dc:subject><dc:subject>Geology</dc:subject><dc:rights>CC BY 4.0</dc:rights>
-<dc:identifier>https://doi.org/10.31223/X5ABCD</dc:identifier><dc:identifier>{page}</dc:identifier>
+<dc:identifier>10.31223/X5ABCD</dc:identifier><dc:identifier>{page}</dc:identifier>
 </oai_dc:dc></metadata></record></ListRecords></OAI-PMH>"""
 
 
@@ -44,6 +44,18 @@ def run(web: WebServer, output, overrides=None, **settings) -> dict:
         **overrides or {},
     )
     return crawl(config, Outside(FakeTime().clock, resolver))
+
+
+def test_dublin_core_names_the_download(web, tmp_path):
+    place = web.url("/repository/object/1001/download/2002/", "eartharxiv.test")
+    listing = DUBLIN_CORE.format(abstract=SENTENCE * 3, page=place).encode()
+    web.routes |= {
+        "eartharxiv.test/api/oai": Reply(listing, headers={"Content-Type": "text/xml"}),
+        "eartharxiv.test/repository/object/1001/download/2002/": pdf(PAGES),
+    }
+    assert run(web, tmp_path)["outcomes"] == {"kept": 1}
+    (document,) = read_documents(tmp_path)
+    assert document.meta["text_kind"] == "full_text" and document.url == "https://doi.org/10.31223/X5ABCD"
 
 
 def test_dublin_core_leads_to_the_pdf_by_the_landing_page(web, tmp_path):

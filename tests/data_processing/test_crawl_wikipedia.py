@@ -141,6 +141,7 @@ def test_a_busy_server_is_asked_later(wiki, tmp_path):
 def test_headings_without_text_below_them_go():
     extract = "Intro.\n\n\n== Empty ==\n\n\n=== Also empty ===\n\n\n== Full ==\n\n=== Part ===\nText.\nMore."
     assert clean_extract(extract + "\n\n\n== Links ==\n") == "Intro.\n\nFull\n\nPart\nText.\nMore."
+    assert clean_extract("== " + "= " * 500_000) and clean_extract("=" * 1_000_000)
     assert clean_extract("") == "" and clean_extract("a == b ==\n= c =") == "a == b ==\n= c ="
 
 
