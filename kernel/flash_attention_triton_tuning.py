@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from configs.run_dir import write_json_atomic
 
@@ -61,7 +62,7 @@ class TuningKey(NamedTuple):
     length: int
 
 
-def make_key(kind: str, x: torch.Tensor, mask: str, length: int) -> TuningKey:
+def make_key(kind: str, x: Tensor, mask: str, length: int) -> TuningKey:
     """The key of a call whose tensors are like `x` (..., D), over `length` keys."""
     bucket = 1 << (length - 1).bit_length()
     return TuningKey(device_name(x.device), kind, x.shape[-1], str(x.dtype).removeprefix("torch."), mask, bucket)
@@ -177,14 +178,20 @@ class Tuner:
 
 
 def tuned_tile(
-    kind: str, qk: tuple[torch.Tensor, torch.Tensor], call: Any, default: Any, run: Callable[[Any], object]
+    kind: str,
+    qk: tuple[Tensor, Tensor],
+    call: Any,
+    default: Any,
+    run: Callable[[Any], object],
+    tuner: Tuner | None = None,
 ) -> Any:
     """The tile of a pass over q (B, T, H, D) and k (B, S, K, D); call: its Attention, default: its TileConfig."""
     q, k = qk
     if not q.is_cuda or call.softcap:  # tanh has a table of its own, and no candidates
         return default
     mask = ("none", "causal", "ranges")[call.bounds] + (" deterministic" if call.deterministic else "")
-    return shared_tuner().choose(make_key(kind, q, mask, max(q.shape[1], k.shape[1])), default, run)
+    key = make_key(kind, q, mask, max(q.shape[1], k.shape[1]))
+    return (tuner or shared_tuner()).choose(key, default, run)
 
 
 def read_choices(path: Path) -> dict[str, dict[str, Any]]:
