@@ -14,7 +14,7 @@ from data_processing.crawl import CrawlConfig, Outside, crawl
 from data_processing.crawl_state import CrawlState
 from data_processing.crawl_web import WebConfig
 from data_processing.document import read_documents
-from tests.crawl_server import FakeTime, Reply, WebServer, fetch_config, html, resolver, serve
+from tests.crawl_server import FakeTime, WebServer, fetch_config, html, resolver, serve
 
 ROOT = Path(__file__).resolve().parents[2]
 PROSE = "The lighthouse keeper counted the boats each evening and wrote their names into a book of blue paper. "
@@ -143,7 +143,6 @@ def test_the_command_line_names_what_is_wrong(web, tmp_path):
 
 
 def test_build_corpus_reads_what_a_crawl_wrote(web, tmp_path):
-    web.routes["/3"] = Reply(web.routes["/4"].body.replace(b"blue", b"red"), headers={"Content-Type": "text/html"})
     crawl_until_crash(web, tmp_path / "crawl")
     stats = build_corpus(
         BuildCorpusConfig(output=str(tmp_path / "corpus"), source="jsonl", path=str(tmp_path / "crawl"))
