@@ -38,7 +38,8 @@ class RankState:
     optimizer: int
     gradients: int  # at the update
     waiting: int  # gradients of earlier micro-batches beside the last one's backward; 0 with a single micro-batch
-    in_flight: int  # the largest message of gradients beside what it was made from
+    in_flight: int  # messages of blocks' gradients under way at once, beside the gradients
+    in_flight_last: int  # and of what is no block, at the end of backward
     gathered_root: int  # FSDP: full parameters of what is no block
     gathered_blocks: tuple[int, ...]  # and of each block
     gather_message: int  # of one block on its way
@@ -55,13 +56,21 @@ def replicated_state(params: list[Param], layout: DataLayout, moments: dict[str,
     own = trainable(params)
     weights, gradients = (sum(param.nbytes for param in listed) for listed in (params, own))
     state = sum(param.numel * moments[param.name] for param in own)
-    in_flight = 0
+    in_flight = last = 0
     if layout.ranks > 1 and layout.bucketed:
-        in_flight = max(sum(param.nbytes for param in bucket) for bucket in ddp_buckets(own, layout))
+        # A bucket is filled from gradients that go when it is full.
+        sizes = [(sum(param.nbytes for param in bucket), of_blocks(bucket)) for bucket in ddp_buckets(own, layout)]
+        in_flight = max((size for size, is_of_blocks in sizes if is_of_blocks), default=0)
+        last = max(size for size, _ in sizes)
         if layout.reduce_dtype and layout.reduce_dtype != own[0].dtype:  # copies that all live until the end
-            in_flight += sum(param.numel for param in own) * ITEM_BYTES[layout.reduce_dtype]
+            copies = sum(param.numel for param in own) * ITEM_BYTES[layout.reduce_dtype]
+            in_flight, last = in_flight + copies, last + copies
     waiting = gradients if layout.micro_batches > 1 else 0
-    return RankState(weights, state, gradients, waiting, in_flight, 0, (), 0)
+    return RankState(weights, state, gradients, waiting, in_flight, last, 0, (), 0)
+
+
+def of_blocks(bucket: list[Param]) -> bool:
+    return any(param.in_block for param in bucket)
 
 
 def zero1_state(params: list[Param], layout: DataLayout, moments: dict[str, int]) -> RankState:
@@ -75,9 +84,10 @@ def zero1_state(params: list[Param], layout: DataLayout, moments: dict[str, int]
             for size, item in zip(sizes, items, strict=True)]  # fmt: skip
     full = sum(param.nbytes for param in own)
     state = sum(-(-param.numel * moments[param.name] // layout.shard) for param in own)
-    # Two messages may be under way while a third is filled.
-    in_flight = sum(sorted(sent)[-3:])
-    return RankState(weights, state, shares, full if layout.micro_batches > 1 else 0, in_flight, 0, (), 0)
+    # Two messages may be under way; the gradients that they were filled from are gone.
+    in_flight = sum(sorted(size for size, bucket in zip(sent, buckets, strict=True) if of_blocks(bucket))[-2:])
+    waiting = full if layout.micro_batches > 1 else 0
+    return RankState(weights, state, shares, waiting, in_flight, max(sent), 0, (), 0)
 
 
 def fsdp_state(params: list[Param], layout: DataLayout, moments: dict[str, int]) -> RankState:
@@ -92,13 +102,14 @@ def fsdp_state(params: list[Param], layout: DataLayout, moments: dict[str, int])
     gradients = sum(block_of(param, ranks) for param in own) * master
     state = sum(block_of(param, ranks) * moments[param.name] for param in own)
     sent = ITEM_BYTES[layout.reduce_dtype] if layout.reduce_dtype else master
-    messages = [ranks * gradient_share(unit, layout) * sent for unit in [root, *blocks.values()]]
-    waiting = gradients if layout.micro_batches > 1 else 0
-    if layout.micro_batches > 1 and not layout.reduce_each_micro_batch:
-        waiting = ranks * gradients
+    last, *messages = (ranks * gradient_share(unit, layout) * sent for unit in [root, *blocks.values()])
+    waiting = 0
+    if layout.micro_batches > 1:  # the root's message of the micro-batch before is still there
+        waiting = gradients + last if layout.reduce_each_micro_batch else ranks * gradients
     gathered = tuple(full_bytes(unit, layout) for unit in blocks.values())
     largest = max((slot_bytes(unit, layout) * ranks for unit in blocks.values()), default=0)
-    return RankState(weights, state, gradients, waiting, max(messages), full_bytes(root, layout), gathered, largest)
+    in_flight = max(messages, default=0)
+    return RankState(weights, state, gradients, waiting, in_flight, last, full_bytes(root, layout), gathered, largest)
 
 
 def full_bytes(unit: list[Param], layout: DataLayout) -> int:
