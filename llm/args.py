@@ -183,10 +183,13 @@ class KernelsConfig:
     loss: bool | None = None  # output layer and cross-entropy in chunks, without the logits
     optimizer: bool | None = None  # AdamW in one launch, clipping folded in
     loss_chunk_mb: int = 256  # logits that the loss holds at a time
+    stream: str | None = None  # dtype of the residual stream: bfloat16, or null for the embedding's
     cuda_graph: bool = False  # forward and backward of a micro-batch as one launch; one rank, dense models
 
     def __post_init__(self) -> None:
         check_positive(**{"kernels.loss_chunk_mb": self.loss_chunk_mb})
+        if self.stream is not None:
+            check_choice("kernels.stream", self.stream, ("bfloat16", "float32"))
 
     def uses(self, operation: str) -> bool:
         """Whether `operation` (norm, rope, swiglu, linear, loss, optimizer) is fused."""

@@ -31,14 +31,15 @@ Head = Callable[[Tensor, Linear], Any]
 
 
 class Embedding(nn.Module):
-    """token ids (B, T) -> vectors (B, T, C)."""
+    """token ids (B, T) -> vectors (B, T, C), in `stream_dtype` where it is set: that of the residual stream."""
 
     def __init__(self, vocab_size: int, d_model: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
+        self.stream_dtype: torch.dtype | None = None
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        return F.embedding(token_ids, self.weight)  # (B, T, C)
+        return F.embedding(token_ids, self.weight).to(self.stream_dtype or self.weight.dtype)  # (B, T, C)
 
 
 class RmsNorm(nn.Module):

@@ -15,7 +15,14 @@ from configs.errors import UserError
 from llm.args import KernelsConfig
 from llm.loss import CrossEntropyLoss, FusedCrossEntropyLoss
 from llm.moe import MixtureOfExperts
-from llm.transformer import MultiHeadAttention, MultiHeadAttentionWithRoPE, RmsNorm, Rope, TransformerBlock
+from llm.transformer import (
+    Embedding,
+    MultiHeadAttention,
+    MultiHeadAttentionWithRoPE,
+    RmsNorm,
+    Rope,
+    TransformerBlock,
+)
 from llm.transformer_layers import Linear, SwiGlu
 from llm.transformer_linear import linear, project_together
 
@@ -47,6 +54,8 @@ def apply_kernels(model: nn.Module, kernels: KernelsConfig, device: torch.device
             module.activate = fused_activate
         if kernels.uses("linear"):
             join_projections(module)
+        if isinstance(module, Embedding) and kernels.stream is not None:
+            module.stream_dtype = getattr(torch, kernels.stream)
     for module in model.modules():
         if isinstance(module, TransformerBlock) and isinstance(module.ffn, MixtureOfExperts) and kernels.uses("norm"):
             # Experts' outputs are summed in the dtype of their input, which must stay that of the residual stream.
