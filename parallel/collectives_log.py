@@ -8,7 +8,7 @@ drained, so that logging never waits for the device.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,10 +54,27 @@ class Call:
     started_s: float
     finished_s: float | None = None  # set by the backend's thread
     events: Events | None = None  # around the transfer, on its stream
+    works: list[Any] = field(default_factory=list)  # the backend's handles, once it has been started on a CPU
+    is_issued: bool = False  # the second event has been recorded
 
     @property
     def is_over(self) -> bool:
-        return self.finished_s is not None or (self.events is not None and self.events[1].query())
+        if self.events is not None:
+            return self.is_issued and self.events[1].query()
+        return self.finished_s is not None or (bool(self.works) and all(work.is_completed() for work in self.works))
+
+    def issued(self) -> None:
+        """Record the second event on the current stream."""
+        self.events[1].record()
+        self.is_issued = True
+
+    def __str__(self) -> str:
+        place = f"call {self.number} over {self.axis} ({self.ranks} ranks)"
+        return f"{self.op} of {self.bytes} bytes of {self.dtype}, {place}"
+
+
+class CollectiveError(RuntimeError):
+    """A collective that cannot end: its message names the operation and the ranks that are missing."""
 
 
 class CommLog:
@@ -67,6 +84,7 @@ class CommLog:
         self.records: dict[tuple[str, str, str], CommRecord] = {}
         self.numbers: dict[str, int] = {}  # calls so far of each axis
         self.in_flight: list[Call] = []
+        self.explain: Callable[[Call], str] | None = None  # who is missing from a call, if somebody can tell
 
     def record_of(self, call: Call) -> CommRecord:
         key = (call.op, call.axis, call.dtype)
@@ -104,10 +122,21 @@ class CommLog:
     def record(self, op: str, axis: str, ranks: int, tensor: Tensor) -> Iterator[None]:
         """Count and time the collective that runs, and is waited for, inside the `with` block."""
         call = self.enter(op, axis, ranks, tensor)
-        yield
+        with self.failures(call):
+            yield
         if call.events is not None:
-            call.events[1].record()
+            call.issued()
         self.leave(call, None)
+
+    @contextmanager
+    def failures(self, call: Call) -> Iterator[None]:
+        """Turn an error of the backend into a CollectiveError that says which ranks were not there."""
+        try:
+            yield
+        except RuntimeError as error:
+            told = self.explain(call) if self.explain is not None else "who is missing is unknown"
+            self.in_flight = [other for other in self.in_flight if other is not call]
+            raise CollectiveError(f"{call} failed; {told}. The backend said: {str(error).strip()}") from error
 
     def drain(self, step: int) -> list[dict[str, Any]]:
         """The lines of comm.jsonl for `step`: step and the fields of CommRecord; the log is empty afterwards."""

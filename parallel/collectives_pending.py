@@ -18,8 +18,8 @@ from parallel.mesh import Mesh
 class Pending:
     """`wait()` gives the result, once or more often; `is_done` says whether it has been waited for."""
 
-    def __init__(self, result: Any, mesh: Mesh | None = None, call: Call | None = None, work: Any = None):
-        self.result, self.mesh, self.call, self.work = result, mesh, call, work
+    def __init__(self, result: Any, mesh: Mesh | None = None, call: Call | None = None):
+        self.result, self.mesh, self.call = result, mesh, call
         self.held: Any = None  # what must live until the transfer is over
 
     @property
@@ -39,11 +39,13 @@ class Pending:
             exposed[1].record(stream)
         else:
             began = time.perf_counter()
-            for work in self.work:
-                work.wait()
+            with self.mesh.log.failures(call):
+                for work in call.works:
+                    work.wait()
             exposed = time.perf_counter() - began
         self.mesh.log.leave(call, exposed)
-        self.held = self.work = None
+        self.held = None
+        call.works = []
         return self.result
 
 
@@ -65,14 +67,16 @@ def start(
         side.wait_stream(torch.cuda.current_stream(mesh.device))
         with torch.cuda.stream(side):
             call = mesh.log.enter(op, axis, size, *payload)
-            run(False)
-            call.events[1].record(side)
+            with mesh.log.failures(call):
+                run(False)
+            call.issued()
         return Pending(result, mesh, call)
     call = mesh.log.enter(op, axis, size, *payload)
-    work = run(True)
-    work = work if isinstance(work, list) else [work]
-    note_end(work[-1], call)
-    return Pending(result, mesh, call, work)
+    with mesh.log.failures(call):
+        works = run(True)
+    call.works = works if isinstance(works, list) else [works]
+    note_end(call.works[-1], call)
+    return Pending(result, mesh, call)
 
 
 def note_end(work: Any, call: Call) -> None:

@@ -14,6 +14,7 @@ from torch import distributed as dist
 
 from configs.errors import UserError, check_choice, check_positive
 from parallel.collectives_log import CommLog
+from parallel.collectives_watchdog import Watchdog
 from parallel.mesh_degrees import AXES, EXPERT_AXES, Degrees
 
 RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
@@ -47,6 +48,7 @@ class Mesh:
     log: CommLog = field(default_factory=CommLog)
     degrees: Degrees = field(default_factory=lambda: Degrees().resolve(1))
     streams: dict[str, torch.cuda.Stream] = field(default_factory=dict)
+    watchdog: Watchdog | None = None  # tells which ranks are missing when a collective hangs
 
     def __post_init__(self) -> None:
         if self.world_size == 1:  # a mesh of one rank has every axis
@@ -96,12 +98,17 @@ def init_mesh(
     if world_size == 1 and not force:
         return Mesh(rank, local_rank, world_size, chosen, "none", {})
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
-    timeout = timedelta(seconds=timeout_s)
+    # The backend gives up a little later than the watchdog, so that the report comes before the end.
+    timeout = timedelta(seconds=timeout_s + min(30.0, max(3.0, timeout_s / 4)))
     if world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout)
-    return make_mesh(degrees, chosen, local_rank, force)
+    mesh = make_mesh(degrees, chosen, local_rank, force)
+    if world_size > 1:
+        mesh.watchdog = Watchdog(mesh.log, {name: axis.ranks for name, axis in mesh.axes.items()}, rank, timeout_s)
+        mesh.watchdog.start()
+    return mesh
 
 
 def make_mesh(degrees: Degrees, device: torch.device, local_rank: int, force: bool = False) -> Mesh:
@@ -139,6 +146,8 @@ def make_groups(groups: list[list[int]], rank: int) -> dist.ProcessGroup | None:
 
 def close_mesh(mesh: Mesh) -> None:
     """Leave the process group, if there is one."""
+    if mesh.watchdog is not None:
+        mesh.watchdog.stop()
     if mesh.backend != "none":
         dist.destroy_process_group()
 

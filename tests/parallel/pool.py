@@ -19,7 +19,6 @@ import torch._dynamo  # optimizers import it in their first step: once here, bef
 from torch.distributed import TCPStore
 from torch.utils._pytree import tree_map_only
 
-from parallel.collectives_log import CommLog
 from parallel.mesh import Mesh, init_mesh, make_mesh
 from parallel.mesh_degrees import Degrees
 
@@ -152,9 +151,11 @@ def serve(pipe: Connection, rank: int, world_size: int, port: int, device: str, 
         try:
             if base is None:
                 base = init_mesh(device=device, timeout_s=timeout_s, force=True)
+                if world_size > 1:
+                    meshes[Degrees(), False] = base  # the one that a watchdog looks after
             if layout not in meshes:
                 meshes[layout] = make_mesh(layout[0], base.device, base.local_rank, force=layout[1])
-            meshes[layout].log = CommLog()
+            meshes[layout].log.drain(0)
             result = function(meshes[layout], *args)
             pipe.send((tree_map_only(torch.Tensor, NumpyTensor, result), None))
         except BaseException:
