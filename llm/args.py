@@ -183,7 +183,7 @@ class KernelsConfig:
     loss: bool | None = None  # output layer and cross-entropy in chunks, without the logits
     optimizer: bool | None = None  # AdamW in one launch, clipping folded in
     loss_chunk_mb: int = 256  # logits that the loss holds at a time
-    stream: str | None = None  # dtype of the residual stream: bfloat16, or null for the embedding's
+    stream: str | None = None  # dtype of the residual stream under autocast: bfloat16; null: the embedding's
     cuda_graph: bool = False  # forward and backward of a micro-batch as one launch; one rank, dense models
 
     def __post_init__(self) -> None:

@@ -31,7 +31,7 @@ Head = Callable[[Tensor, Linear], Any]
 
 
 class Embedding(nn.Module):
-    """token ids (B, T) -> vectors (B, T, C), in `stream_dtype` where it is set: that of the residual stream."""
+    """token ids (B, T) -> vectors (B, T, C); `stream_dtype`, where it is set, is the residual stream's under autocast."""
 
     def __init__(self, vocab_size: int, d_model: int):
         super().__init__()
@@ -39,7 +39,8 @@ class Embedding(nn.Module):
         self.stream_dtype: torch.dtype | None = None
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        return F.embedding(token_ids, self.weight).to(self.stream_dtype or self.weight.dtype)  # (B, T, C)
+        x = F.embedding(token_ids, self.weight)  # (B, T, C)
+        return x.to(self.stream_dtype) if self.stream_dtype and torch.is_autocast_enabled(x.device.type) else x
 
 
 class RmsNorm(nn.Module):
