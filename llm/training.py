@@ -85,8 +85,10 @@ def validate(trainer: Trainer) -> Evaluation:
 def finish(trainer: Trainer, state: str) -> None:
     """A sample, the last measurements, the report page, and the summary on the terminal."""
     trainer.loader.close()
-    if trainer.mesh.is_main and state == "finished":
-        write_sample(trainer)
+    if state == "finished":
+        with trainer.training_step.strategy.gathered():  # by every rank, although one alone samples
+            if trainer.mesh.is_main:
+                write_sample(trainer)
     trainer.record.close(state)
     print_finish(trainer, state)
 

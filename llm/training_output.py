@@ -55,7 +55,9 @@ def write_sample(trainer: Trainer) -> None:
     limits = GenerationLimits(config.sample_tokens, [tokenizer.eot_id], tokenizer.vocab_size)
     sampling = SamplingConfig(temperature=0.8, top_k=50, seed=config.seed)
     # Decoding would compile anew for each length; a sample is not worth that.
-    with torch.compiler.set_stance("force_eager"):
+    # Sharded weights are gathered in the dtypes that autocast would have them in, so it has to be on.
+    autocast = torch.autocast(trainer.mesh.device.type, trainer.autocast_dtype, enabled=trainer.sharded_in_bfloat16)
+    with torch.compiler.set_stance("force_eager"), autocast:
         (completion,) = generate(trainer.model, [prompt], sampling, limits)
     trainer.model.train()
     text = config.sample_prompt + tokenizer.decode([i for i in completion if i != tokenizer.eot_id])

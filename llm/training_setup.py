@@ -58,6 +58,10 @@ class Trainer:
     def autocast_dtype(self) -> torch.dtype | None:
         return torch.bfloat16 if self.config.dtype == "bfloat16" else None
 
+    @property
+    def sharded_in_bfloat16(self) -> bool:
+        return self.sharding is not None and self.config.parallel.zero >= 2 and self.autocast_dtype is not None
+
     def micro_batches(self) -> list[Batch]:
         """This rank's rows of the next global batch: contiguous shares, in micro-batches."""
         rows = rows_of_rank(self.loader.config.num_sequences, self.mesh)
@@ -184,6 +188,8 @@ def build_model(config: TrainConfig, mesh: Mesh) -> Parallelized:
         torch.set_float32_matmul_precision("high")  # what is left in float32 may use TF32 tensor cores
     if config.parallel.zero >= 2 and mesh.is_active("dp_cp"):  # each rank draws its shards, and never the whole model
         return parallelize(transformer_on_meta(config.model), config, mesh)
+    if config.parallel.zero >= 2 and mesh.is_active("dp_cp"):
+        return parallelize(transformer_on_meta(config.model), config, mesh)  # each rank draws its shards alone
     model = Transformer(config.model)
     initialise(model, config.seed)
     model.to(mesh.device)
