@@ -31,7 +31,7 @@ Head = Callable[[Tensor, Linear], Any]
 
 
 class Embedding(nn.Module):
-    """token ids (B, T) -> vectors (B, T, C); `stream_dtype`, where it is set, is the residual stream's under autocast."""
+    """token ids (B, T) -> vectors (B, T, C), under autocast in `stream_dtype` where it is set."""
 
     def __init__(self, vocab_size: int, d_model: int):
         super().__init__()
