@@ -158,11 +158,15 @@ class ValidationSet:
         self.bytes_per_token = sum(split.utf8_bytes for split in sources) / labels
 
     def batches(self, batch_size: int, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
-        """This rank's share, in batches of at most `batch_size` windows."""
-        mine = self.windows[rank::world_size]
-        for first in range(0, len(mine), batch_size):
-            rows = np.full((len(mine[first : first + batch_size]), self.seq_len + 1), IGNORED, dtype=np.int64)
-            for row, (source, shard, start) in zip(rows, mine[first : first + batch_size], strict=True):
+        """This rank's share, in batches of at most `batch_size` windows; every rank has as many batches.
+
+        A rank that has run out gets one row without labels: sharded models want as many forward passes of all ranks.
+        """
+        mine, longest = self.windows[rank::world_size], len(self.windows[::world_size])
+        for first in range(0, longest, batch_size):
+            chosen = mine[first : first + batch_size]
+            rows = np.full((max(1, len(chosen)), self.seq_len + 1), IGNORED, dtype=np.int64)
+            for row, (source, shard, start) in zip(rows, chosen, strict=False):
                 tokens = self.sources[source].window(shard, start, self.seq_len)
                 row[: len(tokens)] = tokens
             yield make_batch(rows, self.eot_id)

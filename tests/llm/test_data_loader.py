@@ -177,6 +177,13 @@ def test_validation_counts_each_label_once(tokens, world_size):
     assert validation.bytes_per_token == pytest.approx(4 * (23 + 10) / (22 + 9))
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+def test_every_rank_validates_as_many_batches(tokens, world_size):
+    validation = ValidationSet(list(open_sources(tokens, "val").values()), seq_len=10, max_tokens=10_000)
+    counts = [len(list(validation.batches(1, rank, world_size))) for rank in range(world_size)]
+    assert counts == [-(-len(validation.windows) // world_size)] * world_size
+
+
 def test_limited_validation_is_spread_and_repeats(tokens):
     sources = list(open_sources(tokens, "val").values())
     validation = ValidationSet(sources, seq_len=5, max_tokens=20)
