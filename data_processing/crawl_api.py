@@ -14,6 +14,7 @@ from urllib.parse import urlencode
 from xml.etree import ElementTree
 
 from configs.errors import UserError
+from data_processing.crawl_documents import replace_surrogates
 from data_processing.crawl_fetch import API_GATE, Fetcher, Gate
 from data_processing.crawl_page import FetchError, Page
 from data_processing.crawl_state import Outcome
@@ -90,7 +91,7 @@ def fetch_api(fetcher: Fetcher, address: ApiAddress, path: str, parameters: dict
 def parse_json(page: Page) -> Any:
     """The JSON value of a page. Raises FetchError."""
     try:
-        return json.loads(page.body)
+        return replace_surrogates(json.loads(page.body))
     except (ValueError, RecursionError) as error:
         raise FetchError("bad_json", f"{page.url}: {error}") from error
 

@@ -77,7 +77,7 @@ class CrossrefSource:
     def __post_init__(self):
         self.config.check_issns()
         self.crossref = ApiAddress(self.config.crossref_url)
-        self.unpaywall = ApiAddress(self.config.unpaywall_url, delay_s=0.1)  # 100,000 a day are allowed
+        self.unpaywall = ApiAddress(self.config.unpaywall_url)  # 100,000 a day are allowed
 
     def hosts(self) -> list[str]:
         return [self.crossref.host, self.unpaywall.host, *self.config.fulltext_hosts]

@@ -8,11 +8,26 @@ A commit belongs to crawl_state's database: it holds (shard, bytes), and whateve
 
 import os
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from configs.errors import UserError
 from configs.run_dir import sync_directory
-from data_processing.document import Document, document_to_json
+from data_processing.document import SURROGATE, Document, document_to_json
+
+FIELDS = [field.name for field in fields(Document)]
+
+
+def replace_surrogates(value: Any) -> Any:
+    """A JSON value whose strings have U+FFFD for lone surrogates, which APIs escape and UTF-8 cannot hold."""
+    if isinstance(value, str):
+        return SURROGATE.sub("\ufffd", value)
+    if isinstance(value, list):
+        return [replace_surrogates(item) for item in value]
+    if isinstance(value, dict):
+        return {replace_surrogates(name): replace_surrogates(item) for name, item in value.items()}
+    return value
 
 
 class DocumentLog:
@@ -51,7 +66,7 @@ class DocumentLog:
         (shard, size), number = self.position, 0
         for document in documents:
             number += 1
-            line = document_to_json(document)
+            line = document_to_json(Document(**{name: replace_surrogates(getattr(document, name)) for name in FIELDS}))
             self._file.write(line)
             size += len(line)
         if number:

@@ -3,15 +3,18 @@
 What a server calls HTML or PDF need not be one: the bytes decide.
 """
 
+from collections.abc import Callable
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Any, TypeVar
 
+from configs.errors import UserError
 from data_processing.crawl_page import FetchError, Page
 from data_processing.document import Document
 from data_processing.html_process import HtmlProcessConfig, binary_kind, extract_html
 from data_processing.html_process_encoding import decode_page
 from data_processing.pdf_process import ExtractedPdf, extract_pdf, is_pdf
 
+Result = TypeVar("Result")
 HTML_TYPES = ("text/html", "application/xhtml+xml")
 
 
@@ -35,6 +38,19 @@ def extract_document(page: Page, source: str, meta: dict[str, Any]) -> Document:
     if not text.strip():
         raise FetchError("empty_text", f"no text in {len(page.body)} bytes")
     return Document(page.url, source, text, title, page.url, last_modified(page), meta)
+
+
+def guarded(read: Callable[..., Result], *arguments: Any) -> Result:
+    """What `read` gives; whatever a parser stumbles over becomes a FetchError.
+
+    A page that no parser foresaw must cost that page, not the crawl, which would meet it again after each restart.
+    """
+    try:
+        return read(*arguments)
+    except (UserError, FetchError):
+        raise
+    except Exception as error:
+        raise FetchError("extraction_failed", f"{type(error).__name__}: {error}") from error
 
 
 def extract_fragment(html: str) -> str:

@@ -48,7 +48,9 @@ class FetchConfig:
     def user_agent(self) -> str:
         """What the crawl calls itself. Raises UserError without a contact: the hosts must be able to complain."""
         contact = self.contact.strip()
-        if not contact.isascii() or not ("@" in contact or contact.startswith(("http://", "https://"))):
+        if not (contact.isascii() and contact.isprintable()) or not (
+            "@" in contact or contact.startswith(("http://", "https://"))
+        ):
             raise UserError(
                 f"fetch.contact={contact!r} names nobody; add fetch.contact=you@example.org (or a web page)"
             )

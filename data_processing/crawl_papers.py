@@ -10,7 +10,7 @@ from typing import Any
 
 from configs.errors import check_positive
 from data_processing.crawl_api import ApiContext, Batch
-from data_processing.crawl_extract import HTML_TYPES, read_pdf
+from data_processing.crawl_extract import HTML_TYPES, guarded, read_pdf
 from data_processing.crawl_fetch import Fetcher, Gate
 from data_processing.crawl_links import read_links
 from data_processing.crawl_page import FetchError
@@ -21,6 +21,7 @@ from data_processing.pdf_process import is_pdf
 
 # Where full texts lie that may be fetched by machines; fulltext_hosts=['*'] allows any public host.
 REPOSITORIES = (
+    *("doi.org", "dx.doi.org", "hdl.handle.net"),  # these only redirect; where to is checked again
     *("europepmc.org", "*.ncbi.nlm.nih.gov", "arxiv.org", "export.arxiv.org", "*.biorxiv.org", "*.medrxiv.org"),
     *("zenodo.org", "hal.science", "*.hal.science", "*.archives-ouvertes.fr", "*.osf.io", "storage.googleapis.com"),
     *("eartharxiv.org", "escholarship.org", "*.figshare.com", "*.plos.org", "*.frontiersin.org", "*.copernicus.org"),
@@ -101,7 +102,7 @@ def candidates(paper: Paper, fetcher: Fetcher, config: PaperConfig, tried: list[
             continue
         try:
             page = fetcher.follow(normal, Gate(HTML_TYPES, 5_000_000))
-            found = read_links(page).pdf_url
+            found = guarded(read_links, page).pdf_url
         except FetchError as error:
             tried.append(f"{normal}: {error}")
             continue
@@ -116,7 +117,7 @@ def fetch_full_text(url: str, fetcher: Fetcher, config: PaperConfig) -> tuple[st
     """(text, pages) of a PDF on the network. Raises FetchError with what is wrong with it."""
     page = fetcher.follow(url, Gate(PDF_TYPES, config.max_pdf_bytes))
     check_pdf_bytes(page.body)
-    found = read_pdf(page.body)
+    found = guarded(read_pdf, page.body)
     if found.pages < config.min_pages:
         raise FetchError("pdf_too_few_pages", f"{found.pages}")
     if len(found.text) < config.min_characters:

@@ -22,7 +22,7 @@ from data_processing.crawl_api import (
     listing_failed,
     parse_json,
 )
-from data_processing.crawl_extract import extract_fragment
+from data_processing.crawl_extract import extract_fragment, guarded
 from data_processing.crawl_page import FetchError
 from data_processing.crawl_state import KEPT, Item, Outcome
 from data_processing.document import Document
@@ -93,7 +93,7 @@ class SubstackSource:
         gate = replace(API_GATE, obey_robots=True)
         try:
             record = parse_json(fetch_api(context.fetcher, address, f"posts/{quote(slug, safe='')}", {}, gate))
-            text = extract_fragment(dig_text(record, "body_html"))
+            text = guarded(extract_fragment, dig_text(record, "body_html"))
         except FetchError as error:
             return Outcome(item, error.reason, error.detail)
         if len(text) < self.config.min_characters:

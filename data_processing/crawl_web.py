@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from configs.errors import UserError, check_positive
-from data_processing.crawl_extract import HTML_TYPES, extract_document
+from data_processing.crawl_extract import HTML_TYPES, extract_document, guarded
 from data_processing.crawl_fetch import Fetcher, Gate
 from data_processing.crawl_links import PageLinks, read_links
 from data_processing.crawl_page import FetchError, Page
@@ -138,14 +138,15 @@ class WebCrawl:
         if first is not None:
             # Not followed either: relative links of one page under ever new addresses never end.
             return Outcome(item, "duplicate_content", first)
-        links = PageLinks()
-        if page.content_type in HTML_TYPES and not is_pdf(page.body):
-            links = read_links(page, tuple(self.config.drop_parameters))
-        found = self._found(item, links) if links.follow and item.depth < self.config.max_depth else []
-        if not links.index:
-            return Outcome(item, "noindex", "", [], fingerprint, found)
+        links, found = PageLinks(), []
         try:
-            document = extract_document(page, "web", {"depth": item.depth})
+            if page.content_type in HTML_TYPES and not is_pdf(page.body):
+                links = guarded(read_links, page, tuple(self.config.drop_parameters))
+            if links.follow and item.depth < self.config.max_depth:
+                found = self._found(item, links)
+            if not links.index:
+                return Outcome(item, "noindex", "", [], fingerprint, found)
+            document = guarded(extract_document, page, "web", {"depth": item.depth})
         except FetchError as error:
             return Outcome(item, error.reason, error.detail, [], fingerprint, found)
         return Outcome(item, KEPT, "", [document], fingerprint, found)

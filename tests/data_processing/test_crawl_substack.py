@@ -80,6 +80,15 @@ def test_public_posts_of_two_publications(web, tmp_path):
     assert "/api/v1/posts/b" not in web.paths(), "a post for payers is not even asked for"
 
 
+def test_lone_surrogates_become_replacement_characters(web, tmp_path):
+    publication(web, "one.test", ["a"])
+    route = web.routes["one.test/api/v1/posts/a"]
+    route.body = route.body.replace(b"On a", b"On \\ud83d a").replace(b"nobody", b"no\\udc00body")
+    assert run(web, tmp_path)["outcomes"] == {"kept": 1}
+    (document,) = read_documents(tmp_path)
+    assert document.title == "On \ufffd a" and "no\ufffdbody" in document.text
+
+
 def test_resume_in_the_middle_of_an_archive(web, tmp_path):
     publication(web, "one.test", [f"p{n}" for n in range(5)])
     run(web, tmp_path, overrides={"max_documents": 3})

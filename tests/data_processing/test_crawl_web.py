@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from configs.errors import UserError
+from data_processing import crawl_extract
 from data_processing.crawl import CrawlConfig, Outside, crawl
 from data_processing.crawl_links import read_links
 from data_processing.crawl_page import Page
@@ -208,6 +209,21 @@ def test_hosts_are_asked_at_once_and_each_one_page_at_a_time(web, tmp_path):
     web.routes |= {"/": route} | {f"/{n}": route for n in range(1, 9)}
     stats = run(web, tmp_path, seeds=(web.url("/"), web.url("/", "b.test")), fetch={"delay_s": 0.0})
     assert stats["outcomes"] == {"kept": 18} and most == {"a.test": 1, "b.test": 1}
+
+
+def test_a_page_that_a_parser_stumbles_over_costs_that_page_alone(web, tmp_path, monkeypatch):
+    original = crawl_extract.extract_html
+
+    def stumble(body, *arguments):
+        if b"Number 1." in body:
+            raise KeyError("unforeseen")
+        return original(body, *arguments)
+
+    monkeypatch.setattr(crawl_extract, "extract_html", stumble)
+    web.routes |= {"/": page(0, "/1", "/2"), "/1": page(1, "/3"), "/2": page(2), "/3": page(3)}
+    stats = run(web, tmp_path)
+    assert stats["outcomes"] == {"kept": 3, "extraction_failed": 1}
+    assert stats["examples"]["extraction_failed"][0]["detail"] == "KeyError: 'unforeseen'"
 
 
 def test_links_of_a_page():
