@@ -125,7 +125,7 @@ def graph_ms(call: Callable[[], object], rep_ms: int = 100) -> float:
     return time_ms(graph.replay, rep_ms)
 
 
-def time_passes(attend: Attend, tensors: list[Tensor], rep_ms: int = 100) -> dict[str, float]:
+def time_passes(attend: Attend, tensors: list[Tensor], captured: bool = True, rep_ms: int = 100) -> dict[str, float]:
     """Milliseconds of one kernel, `tensors` being q, k, v, dout in its layout.
 
     forward and backward as eager calls; device: both together from a CUDA graph, without the host.
@@ -135,8 +135,12 @@ def time_passes(attend: Attend, tensors: list[Tensor], rep_ms: int = 100) -> dic
         forward = time_ms(lambda: attend(q, k, v), rep_ms)
     out = attend(q, k, v)
     backward = time_ms(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True), rep_ms)
-    device = graph_ms(lambda: torch.autograd.grad(attend(q, k, v), (q, k, v), dout), rep_ms)
-    return {"forward": forward, "backward": backward, "device": device}
+    times = {"forward": forward, "backward": backward}
+    if captured:
+        del out  # its graph lives on this stream, which a capture may not wait for
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        times["device"] = graph_ms(lambda: torch.autograd.grad(attend(q, k, v), (q, k, v), dout), rep_ms)
+    return times
 
 
 def measured_peaks() -> Peaks:

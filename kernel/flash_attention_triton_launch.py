@@ -5,6 +5,7 @@ needs 16-byte strides and a contiguous last dimension; a tensor without them is 
 The host's time counts: a short call ends before the next is queued, so nothing here is computed twice that can be kept.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -14,6 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernel.flash_attention_triton_backward import delta_kernel, key_kernel, query_kernel
 from kernel.flash_attention_triton_forward import forward_kernel
+from kernel.flash_attention_triton_tuning import shared_tuner, tuned_tile
 from kernel.launch_cache import cached
 
 LOG2E = 1.4426950408889634
@@ -92,19 +94,30 @@ def default_config(kind: str, q: Tensor, call: Attention = Attention()) -> TileC
     return TileConfig(64, 128, 8, 3) if block_d == 128 else TileConfig(64, 64, 4, 3)
 
 
+def tuned_config(kind: str, qk: tuple[Tensor, Tensor], call: Attention, run: Callable) -> TileConfig:
+    """The choice that was timed on this device and kept, where there is one, else the default."""
+    default, tuner = default_config(kind, qk[0], call), shared_tuner()
+    return tuned_tile(kind, qk, call, default, run) if tuner.stored or tuner.times_calls else default
+
+
 def runs_on_hopper(q: Tensor, call: Attention) -> bool:
     """Whether the warp-specialised kernels take the call: 16-bit inputs, head_dim 64 to 128, no softcap."""
     return capability(q.device.index) == 9 and padded_dim(q.shape[-1]) in (64, 128) and not call.softcap
 
 
 def default_hopper(kind: str, q: Tensor, call: Attention, block_d: int) -> TileConfig:
-    """The tiles of the warp-specialised kernels; the plain forward where its smaller blocks of threads win."""
+    """The tiles of the warp-specialised kernels; the plain forward where its smaller blocks of threads win.
+
+    Narrow tiles where a mask from arrays cuts many of them (documents).
+    """
     if kind == "forward":
         if block_d == 64 or q.shape[1] <= 64:
             return TileConfig(64, 128, 4, 2)
-        return TileConfig(128, 128, 4, 2, consumers=2)
+        return TileConfig(128, 64, 4, 3, 2) if call.bounds == RANGES else TileConfig(128, 128, 4, 2, 2)
     if kind == "key":
         return TileConfig(64, 128, 4, 2, 2) if block_d == 128 else TileConfig(64, 192, 4, 2, 3, registers=160)
+    if block_d == 128 and call.bounds == RANGES:
+        return TileConfig(192, 64, 4, 2, 3, registers=160)
     return TileConfig(128, 128, 4, 2 if block_d == 128 else 3, 2)
 
 
@@ -156,7 +169,7 @@ def mask_tensors(call: Attention, dual: bool, placeholder: Tensor) -> tuple[Tens
 def run_forward(q: Tensor, k: Tensor, v: Tensor, call: Attention, config: TileConfig | None = None):
     """(out, lse) of q (B, T, H, D), k and v (B, S, K, D)."""
     q, k, v = aligned(q), aligned(k), aligned(v)
-    config = config or default_config("forward", q, call)
+    config = config or tuned_config("forward", (q, k), call, lambda tile: run_forward(q, k, v, call, tile))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
     if config.consumers:
@@ -214,8 +227,7 @@ def run_backward(saved: list[Tensor | None], call: Attention, key_config=None, q
     """(dq, dk, dv) from [q, k, v, out, lse, dout, dlse or None]."""
     q, k, v, out, lse, dout, dlse = saved
     q, k, v, dout = aligned(q), aligned(k), aligned(v), aligned(dout)
-    key_config = key_config or default_config("key", q, call)
-    query_config = query_config or default_config("query", q, call)
+    key_config, query_config = choose_backward(saved, call, key_config, query_config)
     rows = run_delta(out, lse, dout, dlse)
     dk, dv = torch.empty(k.shape, dtype=k.dtype, device=k.device), torch.empty(k.shape, dtype=k.dtype, device=k.device)
     tensors = (q, k, v, dout)
@@ -229,6 +241,17 @@ def run_backward(saved: list[Tensor | None], call: Attention, key_config=None, q
     sums = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     launch_key(tensors, rows, (sums, dk, dv), call, key_config)
     return torch.mul(sums, call.scale, out=dq), dk, dv
+
+
+def choose_backward(saved: list[Tensor | None], call: Attention, key_config, query_config):
+    """The tiles of both kernels; one is timed beside the default of the other."""
+    q, k = saved[:2]
+    if key_config is None:
+        other = query_config or default_config("query", q, call)
+        key_config = tuned_config("key", (q, k), call, lambda tile: run_backward(saved, call, tile, other))
+    if query_config is None:
+        query_config = tuned_config("query", (q, k), call, lambda tile: run_backward(saved, call, key_config, tile))
+    return key_config, query_config
 
 
 def launch_key(tensors, rows, results, call: Attention, config: TileConfig) -> None:
