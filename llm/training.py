@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 from configs.loader import CONFIG_DIR, register_schema, run_script
 from llm.args import TrainConfig
 from llm.evaluation import Evaluation, evaluate_sums
+from llm.training_communication import OTHER
 from llm.training_measure import FirstSteps, log_step, predict
 from llm.training_output import TrainingProgress, print_finish, print_start, write_sample
 from llm.training_setup import Trainer, set_up
@@ -89,6 +90,8 @@ def finish(trainer: Trainer, state: str) -> None:
         with trainer.training_step.strategy.gathered():  # by every rank, although one alone samples
             if trainer.mesh.is_main:
                 write_sample(trainer)
+    trainer.communication.take(OTHER, trainer.step)
+    trainer.record.communication(trainer.communication.written())
     trainer.record.close(state)
     print_finish(trainer, state)
 

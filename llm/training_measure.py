@@ -10,6 +10,7 @@ from llm.cost_model import predict_run
 from llm.cost_model_counts import train_flops_per_token
 from llm.metrics import mfu
 from llm.metrics_memory import PeakMemory, held_tensors
+from llm.training_communication import OTHER, STEP, predict_communication
 from llm.training_setup import Trainer
 from llm.training_step import StepResult
 
@@ -27,7 +28,8 @@ def predict(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
         "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
         "tokenizer_sha256": trainer.tokenizer.sha256,
     }
-    return facts, predict_run(trainer.config, trainer.hardware, trainer.mesh.world_size)
+    predicted = predict_run(trainer.config, trainer.hardware, trainer.mesh.world_size)
+    return facts, predicted | {"communication": predict_communication(trainer.config, trainer.mesh)}
 
 
 class FirstSteps:
@@ -60,6 +62,7 @@ class FirstSteps:
 def log_step(trainer: Trainer, result: StepResult) -> str:
     """Write the line of metrics.jsonl for the step just done; returns a short status."""
     config, window = trainer.config, trainer.throughput.read()
+    trainer.communication.take(STEP, trainer.step)
     loss, z_loss = result.mean_losses(trainer.mesh)
     flops = train_flops_per_token(config.model, config.data.seq_len)
     peak = trainer.hardware.peak_flops(config.dtype)
@@ -81,7 +84,9 @@ def log_step(trainer: Trainer, result: StepResult) -> str:
         memory_bytes=trainer.peak_bytes,
         skipped_steps=trainer.skipped_steps,
     )
-    trainer.record.communication(trainer.mesh.log.drain(trainer.step))
+    trainer.communication.take(OTHER, trainer.step)
+    trainer.record.communication(trainer.communication.written())
+    trainer.record.measure(communication=trainer.communication.per_step())
     measure_totals(trainer, flops, peak)
     return f"loss {loss:.4f}, {tokens_per_s:,.0f} tokens/s" if tokens_per_s else f"loss {loss:.4f}"
 

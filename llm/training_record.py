@@ -17,6 +17,7 @@ from configs.version import git_commit
 from llm.args import TrainConfig
 from llm.evaluation import Evaluation
 from llm.metrics import Tracker, comparison_rows
+from llm.training_communication import communication_rows
 
 
 class Record:
@@ -84,7 +85,8 @@ class Record:
         if not self.is_writer:
             return
         self.report["state"] = state
-        self.report["rows"] = comparison_rows(self.report["predicted"], self.report["measured"])
+        both = self.report["predicted"], self.report["measured"]
+        self.report["rows"] = comparison_rows(*both) + communication_rows(*both)
         self.run_dir.write_json("report.json", self.report)
         if self.report["measured"]:
             write_report(self.run_dir.path)

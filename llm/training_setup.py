@@ -22,6 +22,7 @@ from llm.hardware_allocator import keep_freed_memory
 from llm.metrics import Throughput
 from llm.optimizer import MixedOptimizer
 from llm.parallelize import Parallelized, make_forward_loss, parallelize
+from llm.training_communication import OTHER, STEP, Communication
 from llm.training_record import Record
 from llm.training_step import StepResult, TrainingStep, rows_of_rank
 from llm.transformer import Transformer
@@ -47,6 +48,7 @@ class Trainer:
     run_dir: RunDir
     record: Record
     throughput: Throughput
+    communication: Communication
     sharding: Sharding | None = None  # the strategy under which ranks hold parts of parameters, if there is one
     step: int = 0  # optimizer steps done
     tokens_seen: int = 0  # of all ranks, padding and ignored targets included
@@ -76,12 +78,15 @@ class Trainer:
         self.skipped_steps += result.skipped
         self.tokens_seen += self.config.global_batch_tokens
         self.throughput.add_step(self.config.global_batch_tokens)
+        self.communication.steps += 1
 
     @contextmanager
     def off_the_clock(self) -> Iterator[None]:
-        """Validation and saving do not count in tokens/s."""
+        """Validation and saving do not count in tokens/s, and what they send is not a step's."""
         self.throughput.pause()
+        self.communication.take(STEP, self.step)
         yield
+        self.communication.take(OTHER, self.step)
         self.throughput.resume()
 
     def save(self) -> None:
@@ -149,9 +154,11 @@ def set_up(config: TrainConfig, mesh: Mesh) -> Trainer:
         run_dir=run_dir,
         record=Record(run_dir, config, mesh.is_main),
         throughput=Throughput(mesh.device),
+        communication=Communication(mesh),
         sharding=parts.strategy if config.parallel.zero and mesh.is_active("dp_cp") else None,
     )
     trainer.resume()
+    trainer.communication.take(OTHER, trainer.step)  # weights and checkpoint, before the first step
     return trainer
 
 

@@ -147,6 +147,12 @@ def test_two_ranks_under_torchrun_train_as_one(overrides, tmp_path):
     parameters = json.loads((tmp_path / "two" / "report.json").read_text())["predicted"]["parameters"]
     tensors = 2 + 2 * 9  # embedding (tied) and last norm; two norms and seven matrices a block
     assert gradients == 4 * (parameters + tensors) + 2 * 4, "buckets with their flags, and the two logged loss sums"
+    report = json.loads((tmp_path / "two" / "report.json").read_text())
+    (row,) = [row for row in report["rows"] if row["quantity"] == "sent over dp_cp"]
+    assert row["ratio"] == 1.0 and row["measured"] == 4 * (parameters + tensors) + 2 * 3 * 8
+    seen = report["measured"]["communication"]["dp_cp"]
+    assert 0 < seen["exposed_seconds"] <= seen["seconds"]
+    assert {line["phase"] for line in lines} == {"step", "other"}
 
 
 def test_sigterm_saves_and_exits_with_zero(overrides, tmp_path):
