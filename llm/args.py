@@ -256,6 +256,10 @@ class TrainConfig:
     validation_tokens: int = 262_144  # at most this many of the validation split, the same at each validation
     sample_tokens: int = 64
     sample_prompt: str = ""
+    profile: bool = False  # trace, module ranges and memory report of a few steps (docs/profiling.md)
+    profile_start: int = 5  # steps of this process before the profiled ones: compilation, graphs, the optimizer's state
+    profile_steps: int = 2  # in the trace; one step of warm-up goes before them, and one for the memory comes after
+    profile_tool: str = "torch"  # torch.profiler, or "nsys": ranges alone, for Nsight Systems to record
     model: ModelConfig = "???"  # no default: one whose nulls are filled in would hide a group file's nulls
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -271,9 +275,11 @@ class TrainConfig:
         check_choice("compile", self.compile, ("none", "block", "model"))
         check_choice("device", self.device, ("auto", "cpu", "cuda"))
         check_choice("resume", self.resume, ("auto", "none"))
+        check_choice("profile_tool", self.profile_tool, ("torch", "nsys"))
         check_positive(
             max_steps=self.max_steps, micro_batch_size=self.micro_batch_size, log_every=self.log_every,
             global_batch_tokens=self.global_batch_tokens, validate_every=self.validate_every,
+            profile_start=self.profile_start, profile_steps=self.profile_steps,
         )  # fmt: skip
         if self.data.seq_len > self.model.max_seq_len:
             raise UserError(

@@ -7,6 +7,7 @@ ranks and micro-batches and never averaged.
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from configs.errors import UserError
 from llm.args import TrainConfig
 from llm.data_loader import Batch
-from llm.loss import IGNORE_INDEX
+from llm.loss import IGNORE_INDEX, LossSums
 from llm.optimizer import clipped_step, set_learning_rate
 from llm.parallelize import Parallelized
 from llm.schedule import learning_rate_factor
@@ -56,6 +57,8 @@ class TrainingStep:
             check_graph(config, mesh)
             self.graphed = GraphedMicroBatch(forward_loss, parallelized.model.parameters(), self.autocast_dtype)
         self.bad_steps = 0
+        # Entered around each part of a step, by name; llm/training_profile puts its own in while it runs.
+        self.phase: Callable[[str], AbstractContextManager] = nullcontext
 
     def agree(self, micro_batches: list[Batch], wants_stop: bool) -> tuple[int, bool, int]:
         """The global number of target tokens, whether any rank wants to stop, and the most micro-batches of a rank."""
@@ -69,19 +72,23 @@ class TrainingStep:
 
         A rank may have fewer micro-batches than others, or none.
         """
-        num_targets, stop, most = self.agree(micro_batches, wants_stop)
+        with self.phase("communication"):
+            num_targets, stop, most = self.agree(micro_batches, wants_stop)
         if stop:
             return None
         padding = [without_targets(self.config.data.seq_len)] * (most - len(micro_batches))
         loss_sum, z_loss_sum = self.accumulate_gradients(micro_batches + padding, num_targets)
-        self.strategy.finish_gradients()
-        norm = self.strategy.gradient_norm()
-        finite = math.isfinite(norm.item())
+        with self.phase("communication"):
+            self.strategy.finish_gradients()
+        with self.phase("gradient norm"):
+            norm = self.strategy.gradient_norm()
+            finite = math.isfinite(norm.item())
         factor = learning_rate_factor(step, self.config.schedule, self.config.max_steps)
         set_learning_rate(self.optimizer, factor)
-        if finite:
-            clipped_step(self.optimizer, self.strategy.parameters, norm, self.config.optimizer.clip_norm)
-        self.optimizer.zero_grad(set_to_none=True)
+        with self.phase("optimizer"):
+            if finite:
+                clipped_step(self.optimizer, self.strategy.parameters, norm, self.config.optimizer.clip_norm)
+            self.optimizer.zero_grad(set_to_none=True)
         self.count_bad_step(finite, step)
         lr = self.config.optimizer.lr * factor
         return StepResult(loss_sum, z_loss_sum, num_targets, norm.item(), lr, skipped=not finite)
@@ -92,16 +99,24 @@ class TrainingStep:
         loss_sum, z_loss_sum = torch.zeros(2, device=device).unbind()
         for index, batch in enumerate(micro_batches):
             self.strategy.begin_micro_batch(last=index == len(micro_batches) - 1)
-            batch = batch.to(device)
-            if self.graphed is not None:
-                sums = self.graphed(batch, num_targets)
-            else:
-                with torch.autocast(device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None):
-                    sums = self.forward_loss(batch)
-                ((sums.loss_sum + sums.z_loss_sum) / max(num_targets, 1)).backward()
+            with self.phase("data"):
+                batch = batch.to(device)
+            sums = self.forward_backward(batch, num_targets)
             loss_sum = loss_sum + sums.loss_sum.detach()
             z_loss_sum = z_loss_sum + sums.z_loss_sum.detach()
         return loss_sum, z_loss_sum
+
+    def forward_backward(self, batch: Batch, num_targets: int) -> LossSums:
+        """One micro-batch on the device."""
+        if self.graphed is not None:
+            with self.phase("graph"):
+                return self.graphed(batch, num_targets)
+        enabled = self.autocast_dtype is not None
+        with self.phase("forward"), torch.autocast(self.mesh.device.type, self.autocast_dtype, enabled=enabled):
+            sums = self.forward_loss(batch)
+        with self.phase("backward"):
+            ((sums.loss_sum + sums.z_loss_sum) / max(num_targets, 1)).backward()
+        return sums
 
     def count_bad_step(self, finite: bool, step: int) -> None:
         self.bad_steps = 0 if finite else self.bad_steps + 1
