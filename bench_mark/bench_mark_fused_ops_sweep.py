@@ -7,6 +7,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from bench_mark.bench_mark_fused_ops_long import C, N, V
 from kernel import rms_norm_kernels, swiglu
 from kernel.cross_entropy import LossOptions, run_chunks
 from kernel.cross_entropy_kernels import RowTiles, run_rows
-from kernel.rms_norm_kernels import default_tiles
+from kernel.rms_norm_kernels import NormTiles, default_tiles
 from kernel.rope import run_rope
 
 Call = Callable[[], Any]
@@ -47,15 +48,13 @@ def norm_backward() -> Iterator[tuple[str, Call]]:
     for rows, width, fused in NORM_SHAPES:
         x, residual, weight = norm_inputs(rows, width, fused)
         _, stream, rstd = rms_norm_kernels.run_forward(x, residual, weight, 1e-5, BF16)
-        dstream = torch.randn_like(stream) if fused else None
-        for count, warps, programs in (
-            (1, 4, 2), (1, 4, 4), (1, 4, 8), (1, 8, 2), (1, 8, 4), (2, 4, 4), (2, 8, 2), (2, 8, 4), (1, 2, 8),
-            (4, 8, 2),
-        ):  # fmt: skip
-            tiles = replace(default_tiles(width), backward_rows=count, backward_warps=warps, programs=programs)
-            name = f"{rows}x{width} fused={fused} rows={count} warps={warps} programs={programs}"
+        dnormed, dstream = torch.randn_like(x), torch.randn_like(stream) if fused else None
+        shapes = [(1, 4), (2, 4), (2, 8), (4, 8)] if width > 1024 else [(1, 4), (2, 4), (4, 4), (4, 8)]
+        for prefetch, (count, warps), programs in product((True, False), shapes, (2, 3, 4, 6)):
+            tiles = NormTiles(1, 4, count, warps, programs, prefetch)
+            name = f"{rows}x{width} fused={fused} ahead={prefetch} rows={count} warps={warps} programs={programs}"
             saved = (stream, weight, rstd)
-            yield name, lambda a=(saved, x, dstream, BF16, tiles): rms_norm_kernels.run_backward(*a)
+            yield name, lambda a=(saved, dnormed, dstream, BF16, tiles): rms_norm_kernels.run_backward(*a)
 
 
 def swiglu_both() -> Iterator[tuple[str, Call]]:
@@ -81,12 +80,9 @@ def loss_rows() -> Iterator[tuple[str, Call]]:
         targets = torch.randint(columns, (4096,), device="cuda")
         statistics = torch.empty(4, 4096, device="cuda")
         numbers = (columns, 0, -100, 0.0, 1.0 / N)
-        for block, warps in (
-            (4096, 4), (4096, 8), (8192, 8), (8192, 16), (16_384, 16), (16_384, 32), (32_768, 16), (32_768, 32),
-            (65_536, 32),
-        ):  # fmt: skip
-            arguments = (logits, targets, statistics, numbers, (True, True), RowTiles(block, warps))
-            yield f"V={columns} block={block} warps={warps}", lambda a=arguments: run_rows(*a)
+        for block, warps, ahead in product((2048, 4096, 8192), (4, 8, 16), (False, True)):
+            arguments = (logits, targets, statistics, numbers, (True, True), RowTiles(block, warps, ahead))
+            yield f"V={columns} block={block} warps={warps} ahead={ahead}", lambda a=arguments: run_rows(*a)
 
 
 def loss_chunks() -> Iterator[tuple[str, Call]]:
@@ -94,12 +90,11 @@ def loss_chunks() -> Iterator[tuple[str, Call]]:
     x = torch.randn(N, C, device="cuda", dtype=BF16)
     weight = torch.randn(V, C, device="cuda", dtype=BF16) * 0.02
     targets = torch.randint(V, (N,), device="cuda")
-    for tiles in (RowTiles(8192, 16), RowTiles(32_768, 32)):
-        for megabytes in (128, 192, 256, 512):
-            for accumulate in (None, FP32):
-                options = LossOptions(num_targets=N, chunk_bytes=megabytes << 20, accumulate=accumulate, rows=tiles)
-                name = f"chunk={megabytes} MiB sums={accumulate or BF16} block={tiles.block}"
-                yield name, lambda a=(x, weight, targets, options, [True, True]): run_chunks(*a)
+    for megabytes in (192, 224, 256, 264, 320, 384, 512):  # 264 MiB: 4,224 rows, 132 x 32 tiles of 128 x 256
+        for accumulate in (None, FP32):
+            options = LossOptions(num_targets=N, chunk_bytes=megabytes << 20, accumulate=accumulate)
+            name = f"chunk={megabytes} MiB sums={accumulate or BF16}"
+            yield name, lambda a=(x, weight, targets, options, [True, True]): run_chunks(*a)
     wide = weight.float()
     options = LossOptions(num_targets=N)
     yield "chunk=256 MiB, float32 weight", lambda: run_chunks(x, wide, targets, options, [True, True])

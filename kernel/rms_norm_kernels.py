@@ -21,13 +21,14 @@ TILE_ELEMENTS = 2048  # short rows share a program until it has this many
 
 @dataclass(frozen=True)
 class NormTiles:
-    """Rows of a tile and warps of a program, forward and backward; backward programs a multiprocessor."""
+    """Rows of a tile and warps of a program, forward and backward; backward programs a multiprocessor, loads ahead."""
 
     rows: int
     warps: int
     backward_rows: int
     backward_warps: int
     programs: int
+    prefetch: bool = True
 
 
 @cache
@@ -67,7 +68,7 @@ def forward_kernel(
 def backward_kernel(
     stream_ptr, weight_ptr, rstd_ptr, dnormed_ptr, dstream_ptr, dresidual_ptr, dx_ptr, parts_ptr,
     stride_s, stride_n, stride_d, N, C,
-    HAS_DSTREAM: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+    HAS_DSTREAM: tl.constexpr, SPLIT: tl.constexpr, PREFETCH: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """d = rstd (w dnormed - xhat mean(xhat w dnormed)) + dstream, xhat = stream rstd; dx is d in x's dtype (SPLIT)."""
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -77,20 +78,23 @@ def backward_kernel(
     dweight = tl.zeros((ROWS, BLOCK_C), dtype=tl.float32)  # summed over its rows once, at the end
     offs_n = program.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = (offs_n < N)[:, None] & in_row[None, :]
-    next_x = tl.load(stream_ptr + offs_n[:, None] * stride_s + offs_c[None, :], mask=inside, other=0.0)
-    next_dy = tl.load(dnormed_ptr + offs_n[:, None] * stride_n + offs_c[None, :], mask=inside, other=0.0)
-    next_rstd = tl.load(rstd_ptr + offs_n, mask=offs_n < N, other=0.0)
+    if PREFETCH:
+        next_x = tl.load(stream_ptr + offs_n[:, None] * stride_s + offs_c[None, :], mask=inside, other=0.0)
+        next_dy = tl.load(dnormed_ptr + offs_n[:, None] * stride_n + offs_c[None, :], mask=inside, other=0.0)
     for _first in range(program * ROWS, N, programs * ROWS):
-        x, dy, rstd = next_x.to(tl.float32), next_dy.to(tl.float32), next_rstd
         rows, valid = offs_n, inside
         if HAS_DSTREAM:
             dstream = tl.load(dstream_ptr + rows[:, None] * stride_d + offs_c[None, :], mask=valid, other=0.0)
-        # The next tile's loads are issued before this tile's sums, so that memory never waits for them.
         offs_n += programs * ROWS
         inside = (offs_n < N)[:, None] & in_row[None, :]
-        next_x = tl.load(stream_ptr + offs_n[:, None] * stride_s + offs_c[None, :], mask=inside, other=0.0)
-        next_dy = tl.load(dnormed_ptr + offs_n[:, None] * stride_n + offs_c[None, :], mask=inside, other=0.0)
-        next_rstd = tl.load(rstd_ptr + offs_n, mask=offs_n < N, other=0.0)
+        if PREFETCH:  # the next tile's loads are issued before this tile's sums, so that memory never waits for them
+            x, dy = next_x.to(tl.float32), next_dy.to(tl.float32)
+            next_x = tl.load(stream_ptr + offs_n[:, None] * stride_s + offs_c[None, :], mask=inside, other=0.0)
+            next_dy = tl.load(dnormed_ptr + offs_n[:, None] * stride_n + offs_c[None, :], mask=inside, other=0.0)
+        else:
+            x = tl.load(stream_ptr + rows[:, None] * stride_s + offs_c[None, :], mask=valid, other=0.0).to(tl.float32)
+            dy = tl.load(dnormed_ptr + rows[:, None] * stride_n + offs_c[None, :], mask=valid, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + rows, mask=rows < N, other=0.0)
         xhat = x * rstd[:, None]
         dweight += dy * xhat
         dxhat = dy * weight[None, :]
@@ -162,8 +166,8 @@ def run_backward(
     backward_kernel[(programs,)](
         stream, weight, rstd, dnormed, dnormed if dstream is None else dstream, dresidual, dx, parts,
         row_stride(stream), C, C, N, C,
-        HAS_DSTREAM=dstream is not None, SPLIT=dx is not dresidual, ROWS=tiles.backward_rows,
-        BLOCK_C=triton.next_power_of_2(C), num_warps=tiles.backward_warps,
+        HAS_DSTREAM=dstream is not None, SPLIT=dx is not dresidual, PREFETCH=tiles.prefetch,
+        ROWS=tiles.backward_rows, BLOCK_C=triton.next_power_of_2(C), num_warps=tiles.backward_warps,
     )  # fmt: skip
     dweight = torch.empty(C, dtype=weight.dtype, device=stream.device)
     sum_parts_kernel[(triton.cdiv(C, 32),)](parts, dweight, programs, C, ROWS=64, BLOCK_C=32, num_warps=8)

@@ -160,8 +160,9 @@ def test_operator_matches_the_eager_call():
 
 def test_chunks_hold_the_bytes_they_may():
     assert chunk_rows(16_384, 32_768, 2, 1 << 28) == 4096
+    assert chunk_rows(16_384, 32_768, 2, 264 << 20) == 4224  # the last is of 3,712
     assert chunk_rows(5000, 32_768, 2, 1 << 28) == 2560  # two even chunks, not one of 4096 and a rest
-    assert chunk_rows(100, 128_256, 2, 1 << 20) == 100
+    assert chunk_rows(100, 128_256, 2, 1 << 30) == 100
     assert chunk_rows(1000, 128_256, 2, 1) == 128
 
 
