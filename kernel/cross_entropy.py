@@ -171,7 +171,7 @@ def chunk_rows(num_rows: int, num_columns: int, itemsize: int, chunk_bytes: int)
     most = max(128, chunk_bytes // (num_columns * itemsize) // 128 * 128)
     if 0 < num_rows % most < most / 2:
         chunks = -(-num_rows // most)
-        return -(-num_rows // (128 * chunks)) * 128
+        most = -(-num_rows // (128 * chunks)) * 128
     return min(num_rows, most)
 
 
@@ -182,7 +182,7 @@ def run_chunks(
     (N, C), V = x.shape, weight.shape[0]
     matrix = weight.to(x.dtype)  # itself where the dtypes are one
     rows = chunk_rows(N, V, x.element_size(), options.chunk_bytes)
-    logits = torch.empty(min(rows, N), V, dtype=x.dtype, device=x.device)
+    logits = torch.empty(rows, V, dtype=x.dtype, device=x.device)
     statistics = torch.empty(4, N, dtype=torch.float32, device=x.device)  # lse, target logit, loss, z of each row
     dx = torch.empty_like(x) if needs[0] else None
     dweight = torch.empty(V, C, dtype=options.accumulate or weight.dtype, device=x.device) if needs[1] else None
