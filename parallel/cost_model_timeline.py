@@ -6,8 +6,10 @@ This is all the overlap there is: no contention for memory or multiprocessors is
 by what the collectives' kernels take from the computation beside them.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from parallel.cost_model_traffic import DataLayout, Message
 
@@ -71,8 +73,11 @@ def step_time(
 def program(messages: list[Message], compute: Compute, layout: DataLayout) -> Iterator[Instruction]:
     """The instructions of one step, in the order in which ddp, sharded_optimizer and fsdp issue them."""
     sent = [message for message in messages if message.phase != "host"]
+    by_micro_batch: dict[int, list[Message]] = defaultdict(list)
+    for message in sent:
+        by_micro_batch[message.micro_batch].append(message)
     for micro_batch in range(layout.micro_batches):
-        of = [message for message in sent if message.micro_batch == micro_batch]
+        of = by_micro_batch[micro_batch]
         forward = [message for message in of if message.phase == "forward"]
         backward = [message for message in of if message.phase == "backward"]
         yield from forward_program(forward, compute)
@@ -109,13 +114,13 @@ def forward_program(gathers: list[Message], compute: Compute) -> Iterator[Instru
     root, blocks = gathers[:1], gathers[1:]
     yield from one_by_one(root)
     waiting = {message.stage: message for message in blocks}
+    following = dict(pairwise(blocks))
     yield from (Instruction("start", message=message) for message in blocks[:1])
     for stage, seconds in enumerate(compute.forward_s):
         if stage in waiting:
             yield Instruction("wait", message=waiting[stage])
-            following = next((message for message in blocks if message.stage > stage), None)
-            if following is not None:
-                yield Instruction("start", message=following)
+            if waiting[stage] in following:
+                yield Instruction("start", message=following[waiting[stage]])
         yield work(seconds)
 
 
@@ -136,10 +141,14 @@ def bucket_program(messages: list[Message], compute: Compute, limit: int) -> Ite
 def fsdp_backward_program(messages: list[Message], compute: Compute) -> Iterator[Instruction]:
     """Gathers one unit ahead of backward, a unit's reductions after it, one reduce-scatter in flight."""
     gathers = [message for message in messages if message.op == "all_gather"]  # the last block's first
-    reductions = [message for message in messages if message.op != "all_gather"]
+    reductions: dict[int, list[Message]] = defaultdict(list)
+    for message in messages:
+        if message.op != "all_gather":
+            reductions[message.stage].append(message)
+    places = {message.stage: index for index, message in enumerate(gathers)}
     started, in_flight = 0, []
     for stage in reversed(range(len(compute.backward_s))):
-        own = next((index for index, message in enumerate(gathers) if message.stage == stage), None)
+        own = places.get(stage)
         if own is not None:
             while started < len(gathers) and started <= own:  # nobody started the first one ahead of time
                 yield Instruction("start", message=gathers[started])
@@ -149,7 +158,7 @@ def fsdp_backward_program(messages: list[Message], compute: Compute) -> Iterator
                 yield Instruction("start", message=gathers[started])
                 started += 1
         yield work(compute.backward_s[stage])
-        for message in [message for message in reductions if message.stage == stage]:
+        for message in reductions[stage]:
             if message.op.startswith("reduce_scatter"):
                 yield from (Instruction("wait", message=earlier) for earlier in in_flight[-1:])
             yield Instruction("start", message=message)

@@ -1,0 +1,64 @@
+"""Which data-parallel layout to run a model with on a cluster that one need not have.
+
+    python -m llm.plan model=7b hardware=h100 nodes=64
+    python -m llm.plan model=70b hardware=h200 nodes=32 zero=[3] micro_batch_size=[1] output=runs/plan-70b
+
+For every layout: peak memory of a rank, the bytes that leave it on each mesh axis, and the step's time, from shapes and
+datasheets alone (docs/cost_model.md). Then the real strategies run once on the meta device and a fake process group, as
+one rank of all of them, and what they would have sent is held against the prediction.
+"""
+
+import json
+import sys
+from typing import Any
+
+from configs.errors import UserError
+from configs.loader import compose_config
+from llm.plan_config import PlanConfig
+from llm.plan_dry_run import dry_run_traffic
+from llm.plan_layouts import Planner, PlanRow, best_of_each_kind
+from llm.plan_output import document, print_plan, write_plan
+from parallel.cost_model_traffic import summed
+
+
+def plan(config: PlanConfig) -> dict[str, Any]:
+    """Print the ranked layouts and return them as one JSON document; UserError for what cannot be planned."""
+    planner = Planner(config)
+    rows = planner.rows()
+    dry_runs = [dry_run(planner, row) for row in best_of_each_kind(rows)] if config.dry_run else []
+    print_plan(planner, rows, dry_runs)
+    found = document(planner, rows, dry_runs)
+    if config.output is not None:
+        write_plan(config.output, planner, rows, found)
+    print(json.dumps(found))
+    return found
+
+
+def dry_run(planner: Planner, row: PlanRow) -> dict[str, Any]:
+    """What the code sends in a step of at most two micro-batches, beside what was predicted of as many."""
+    layout = planner.layout(row.choice, row.degrees, min(2, row.micro_batches))
+    config = planner.config
+    seen = dry_run_traffic(planner.model, config.optimizer, layout, row.degrees, min(config.seq_len, 128))
+    predicted = summed(planner.messages(layout))
+    differing = [str(entry) for entry in set(seen) ^ set(predicted)]
+    return {
+        "layout": row.name,
+        "micro_batches": layout.micro_batches,
+        "collectives": sum(entry.calls for entry in seen),
+        "bytes": sum(entry.bytes for entry in seen),
+        "equal": not differing,
+        "difference": "; ".join(sorted(differing)[:2]),
+    }
+
+
+def main() -> None:
+    """Compose the config here and not by @hydra.main, so that an unknown device ends in one line too."""
+    try:
+        plan(compose_config(PlanConfig, "plan", sys.argv[1:]))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

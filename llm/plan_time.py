@@ -1,0 +1,129 @@
+"""Step time of one rank: the model's work at a datasheet's rates, and what its messages add.
+
+Where no such GPU is at hand nothing can be calibrated, so rates are shares of the datasheet's peaks. The shares were
+measured on one H200 (docs/benchmarks, torch 2.11, bfloat16) or lie between such points; for other devices they are
+assumed to be the same.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from configs.errors import UserError
+from llm.args import HardwareConfig
+from llm.cost_model_counts import Workload, output_matrix
+from llm.cost_model_time import optimizer_time, predict_step_time
+from llm.hardware_calibration import Points, Rates, interpolate
+from parallel.cost_model import Cluster, Link, Ring, collective_seconds
+from parallel.cost_model_timeline import Compute, StepTime, step_time
+from parallel.cost_model_traffic import DataLayout, Message
+from parallel.mesh_degrees import Degrees
+
+# Of a square product's peak, by its width: 8192 measured (798 of 989 TFLOP/s), the narrower ones assumed.
+MATMUL_SHARE = ((1024, 0.45), (2048, 0.64), (4096, 0.75), (8192, 0.81))
+# torch's flash attention, causal, of the matmul peak by sequence length: measured at head_dim 64 and 128.
+ATTENTION_SHARE = {
+    64: (((1024, 0.203), (4096, 0.269)), ((1024, 0.150), (4096, 0.228))),
+    128: (((4096, 0.308), (16384, 0.327)), ((4096, 0.258), (16384, 0.312))),
+}
+MEMORY_SHARE = 0.88  # of the bandwidth, a copy: 4.24 of 4.8 TB/s measured
+PASS_S = 3e-6  # of a kernel that does nothing
+OP_OVERHEAD_S = 5e-6  # of issuing one operation, assumed
+NEEDED = ("bf16_flops", "memory_bytes", "memory_bytes_per_s", "link_bytes_per_s", "link_hop_s", "call_s")
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """Seconds of one optimizer step; device_s is the computation of one micro-batch and the update alone."""
+
+    step: StepTime
+    host_s: float
+
+    @property
+    def step_s(self) -> float:
+        return max(self.step.step_s, self.host_s)
+
+
+def check_known(hardware: HardwareConfig) -> None:
+    """UserError for a device whose figures a plan needs and configs/hardware does not have."""
+    missing = [name for name in NEEDED if getattr(hardware, name) is None]
+    if missing:
+        raise UserError(
+            f"hardware={hardware.name} has no {', '.join(missing)}, so nothing can be planned for it; use a GPU of "
+            f"configs/hardware (h100, h200, a100, ...) or add a file there"
+        )
+
+
+def cluster_of(hardware: HardwareConfig, nodes: int, gpus_per_node: int) -> Cluster:
+    """The links of a cluster; UserError when it has several nodes and the network is not known."""
+    network = None
+    if nodes > 1:
+        if hardware.network_bytes_per_s is None or hardware.network_hop_s is None:
+            raise UserError(
+                f"nodes={nodes} of hardware={hardware.name} need a network; give hardware.network_bytes_per_s (of one "
+                f"GPU's share) and hardware.network_hop_s, such as 1.25e9 and 2e-5"
+            )
+        network = Link(hardware.network_bytes_per_s, hardware.network_hop_s)
+    return Cluster(gpus_per_node, Link(hardware.link_bytes_per_s, hardware.link_hop_s), network, hardware.call_s)
+
+
+def datasheet_rates(hardware: HardwareConfig, dtype: str) -> Rates:
+    """Rates of generic work as shares of the peaks for "bfloat16" or "float32" products."""
+    peak = hardware.bf16_flops if dtype == "bfloat16" else hardware.fp32_flops
+    rate = MEMORY_SHARE * hardware.memory_bytes_per_s
+    sizes = (2.0**20, 2.0**24, 2.0**28, 2.0**32)
+    passes = tuple((size, PASS_S + size / rate) for size in sizes)
+
+    def scaled(points: Points) -> Points:
+        return tuple((size, share * peak) for size, share in points)
+
+    attention = tuple((dim, scaled(forward), scaled(back)) for dim, (forward, back) in ATTENTION_SHARE.items())
+    return Rates(scaled(MATMUL_SHARE), passes, passes, passes, attention, 0.45 * hardware.bf16_flops, OP_OVERHEAD_S)
+
+
+def compute_of(
+    work: Workload, rates: Rates, layout: DataLayout, checkpointing: str, messages: list[Message]
+) -> Compute:
+    """One micro-batch of a rank by stage, and its part of the update."""
+    whole, layers = predict_step_time(work, rates), work.model.num_layers
+    per_micro_batch = (whole.matmul_s + whole.attention_s + whole.elementwise_s + whole.loss_s) / work.grad_accum_steps
+    matrix, loss = output_matrix(work.model), whole.loss_s / work.grad_accum_steps
+    width = (matrix.inputs * matrix.outputs) ** 0.5
+    output = work.tokens * matrix.flops_per_token / interpolate(rates.matmul, width)  # forward
+    block = (per_micro_batch - 3 * output - loss) / layers
+    again = block / 3 if checkpointing == "full" else 0.0
+    forward = [0.0, *[block / 3] * layers, output + loss]  # the loss makes its gradient in forward
+    backward = [0.0, *[2 * block / 3 + again] * layers, 2 * output]
+    for message in messages:  # FSDP copies a gathered unit out of its message
+        if message.op == "all_gather" and message.phase in ("forward", "backward") and not message.micro_batch:
+            side = forward if message.phase == "forward" else backward
+            side[message.stage] += 2 * message.nbytes / rate_of(rates)
+    parts = layout.shard if layout.zero else 1
+    return Compute(tuple(forward), tuple(backward), optimizer_time(work, rates) / parts)
+
+
+def rate_of(rates: Rates) -> float:
+    size, seconds = rates.new_pass[-1]
+    return size / seconds
+
+
+def message_seconds(degrees: Degrees, cluster: Cluster) -> Callable[[Message], float]:
+    """A function from a message to its seconds on an idle link."""
+    rings = {}
+    for axis in ("dp_cp", "dp_shard_cp", "dp_replicate"):
+        ranks = degrees.groups(axis)[0]
+        rings[axis] = Ring(len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1)
+    return lambda message: collective_seconds(message.op, message.nbytes, rings[message.axis], cluster)
+
+
+def rank_time(
+    work: Workload,
+    rates: Rates,
+    layout: DataLayout,
+    messages: list[Message],
+    seconds_of: Callable[[Message], float],
+    checkpointing: str = "none",
+) -> RankTime:
+    """Seconds of one optimizer step on one rank; `messages` are its collectives."""
+    compute = compute_of(work, rates, layout, checkpointing, messages)
+    host = predict_step_time(replace(work, device="cuda"), rates).host_s
+    return RankTime(step_time(messages, compute, layout, seconds_of), host)
