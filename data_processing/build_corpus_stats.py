@@ -10,47 +10,62 @@ from typing import Any
 from configs.errors import UserError
 from data_processing.build_corpus_blocks import dropped_document
 from data_processing.document import Document
-from data_processing.stage import Stage
+from data_processing.raw_document import text_bytes
+from data_processing.stage import Dropped, Stage
 
 EXAMPLE_CHARACTERS = 300
 
 
-def utf8_bytes(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode("utf-8"))
-
-
-def _tally(block: list[Document]) -> dict[str, Counter]:
+def tally(block: list[Document]) -> dict[str, Counter]:
     """Documents and UTF-8 bytes of a block, by source."""
     totals: dict[str, Counter] = defaultdict(Counter)
     for document in block:
-        totals[document.source].update(documents=1, bytes=utf8_bytes(document.text))
+        totals[document.source].update(documents=1, bytes=text_bytes(document))
     return totals
 
 
+def new_record(block: list[Document]) -> dict[str, Any]:
+    """The record of a block before any stage."""
+    return {"documents_read": len(block), "stages": {}, "examples": []}
+
+
 def run_stages(
-    block: list[Document], stages: list[Stage], examples: int
-) -> tuple[dict, list[Document], list[Document]]:
-    """Send a block through the stages: (its record, documents kept, documents dropped)."""
-    record: dict[str, Any] = {"documents_read": len(block), "stages": {}, "examples": []}
+    record: dict[str, Any], block: list[Document], stages: list[Stage], examples: int
+) -> tuple[list[Document], list[Document]]:
+    """Send a block through the stages and write their counts into its record: (documents kept, documents dropped)."""
     set_aside: list[Document] = []
-    before = _tally(block)
     for stage in stages:
+        before = tally(block)
         started = perf_counter()
         kept, dropped = stage.run(block)
         seconds = perf_counter() - started
         assert len(kept) + len(dropped) == len(block), f"{stage.name}: {len(kept)} + {len(dropped)} != {len(block)}"
-        after, reasons = _tally(kept), defaultdict(Counter)
-        for item in dropped:
-            reasons[item.document.source][item.reason] += 1
-            if sum(e["stage"] == stage.name and e["reason"] == item.reason for e in record["examples"]) < examples:
-                record["examples"].append(_example(item.document, stage.name, item.reason, item.detail))
-            set_aside.append(dropped_document(item, stage.name))
-        record["stages"][stage.name] = {
-            "seconds": seconds,
-            "sources": {name: _source_counts(before[name], after[name], reasons[name]) for name in before},
-        }
-        block, before = kept, after
-    return record, block, set_aside
+        set_aside += add_stage(record, stage.name, (before, kept, dropped), seconds, examples)
+        if counts := stage.take_counts():
+            record["stages"][stage.name]["counts"] = dict(sorted(counts.items()))
+        block = kept
+    return block, set_aside
+
+
+def add_stage(
+    record: dict[str, Any],
+    name: str,
+    outcome: tuple[dict[str, Counter], list[Document], list[Dropped]],
+    seconds: float,
+    examples: int,
+) -> list[Document]:
+    """Write what a stage did with a block, (tally before, kept, dropped), into its record; returns the dropped."""
+    before, kept, dropped = outcome
+    after, reasons = tally(kept), defaultdict(Counter)
+    for item in dropped:
+        reasons[item.document.source][item.reason] += 1
+        if sum(e["stage"] == name and e["reason"] == item.reason for e in record["examples"]) < examples:
+            record["examples"].append(_example(item.document, name, item.reason, item.detail))
+    record["stages"][name] = {
+        "seconds": seconds,
+        "sources": {source: _source_counts(before[source], after[source], reasons[source]) for source in before},
+    }
+    return [dropped_document(item, name) for item in dropped]
 
 
 def _source_counts(before: Counter, after: Counter, reasons: Counter) -> dict[str, Any]:
@@ -82,6 +97,10 @@ def add_records(records: list[dict[str, Any]], stage_names: list[str], examples:
     for record in records:
         for name, part in record["stages"].items():
             stages[name]["seconds"] += part["seconds"]
+            if "counts" in part:
+                stages[name]["counts"] = dict(
+                    sorted((Counter(stages[name].get("counts", {})) + Counter(part["counts"])).items())
+                )
             for source, counts in part["sources"].items():
                 total = stages[name]["sources"].setdefault(source, _source_counts(Counter(), Counter(), Counter()))
                 _add_counts(total, counts)
@@ -94,16 +113,23 @@ def add_records(records: list[dict[str, Any]], stage_names: list[str], examples:
         for counts in part["sources"].values():
             _add_counts(part["total"], counts)
         part["mb_per_s"] = part["total"]["bytes_in"] / 1e6 / part["seconds"] if part["seconds"] else None
-    seconds = {name: sum(record["seconds"][name] for record in records) for name in ("read", "write")}
     return {
         "documents_read": sum(record["documents_read"] for record in records),
-        "documents": sum(record["documents_kept"] for record in records),
-        "bytes": sum(record["bytes_kept"] for record in records),
-        "shards": [record["shard"] for record in records if "shard" in record],
-        "seconds": seconds,
+        "seconds": add_seconds(records, stages),
         "stages": stages,
         "examples": kept_examples,
     }
+
+
+def add_seconds(records: list[dict[str, Any]], stages: dict[str, dict]) -> dict[str, float]:
+    """Where the time went: reading and writing (and waiting for workers) in the driver, stages in all processes.
+
+    With one process read + stages + write + other is the wall time; with more the stages overlap.
+    """
+    names = ("read", "wait", "write", "wall")
+    seconds = {name: sum(record["seconds"].get(name, 0.0) for record in records) for name in names}
+    seconds["stages"] = sum(part["seconds"] for part in stages.values())
+    return seconds
 
 
 def _add_counts(total: dict[str, Any], counts: dict[str, Any]) -> None:
@@ -114,10 +140,22 @@ def _add_counts(total: dict[str, Any], counts: dict[str, Any]) -> None:
             total[name] += value
 
 
+def add_outputs(outputs: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the output directory holds, from what write_output said of each shard."""
+    totals = {
+        side: {name: sum(output[side][name] for output in outputs) for name in ("documents", "bytes")}
+        for side in ("kept", "held_out")
+    }
+    shards = [output["shard"] for output in outputs if output["shard"]]
+    return totals["kept"] | {"held_out": totals["held_out"], "shards": shards}
+
+
 def check_not_empty(stats: dict[str, Any], output: str) -> None:
     """Raise the UserError that says which stage dropped what when no document is left."""
     if stats["documents"]:
         return
+    if stats["held_out"]["documents"]:
+        raise UserError("the corpus is empty: every document is held out; set a smaller held_out_share")
     if not stats["documents_read"]:
         raise UserError("the corpus is empty: the source gave no document; check path, max_documents and max_tokens")
     losses = []

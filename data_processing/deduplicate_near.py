@@ -140,3 +140,8 @@ def jaccard(first: np.ndarray, second: np.ndarray) -> float:
         return 1.0
     both = np.intersect1d(first, second, assume_unique=True).size
     return both / (first.size + second.size - both)
+
+
+def estimate_needed(config: NearConfig) -> bool:
+    """Whether signatures must be kept for the comparison of candidates."""
+    return config.verify == "estimate"

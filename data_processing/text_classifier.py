@@ -5,7 +5,6 @@ quantiles of its scores on both classes (from which a threshold follows for any 
 A document is held out by a hash of its text, so that the same text never stands on both sides.
 """
 
-import hashlib
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -18,6 +17,7 @@ import numpy as np
 from configs.errors import UserError, check_positive
 from configs.run_dir import read_json, write_json_atomic
 from data_processing.language_identification import import_fasttext, load_fasttext, sample_text
+from data_processing.text_hash import in_share
 
 POSITIVE, NEGATIVE = "__label__positive", "__label__negative"
 QUANTILES = 1001
@@ -50,12 +50,6 @@ def classifier_line(text: str, characters: int) -> str:
     """The one line that the classifier sees: lower case, marks apart, no label of fastText's in it."""
     line = MARKS.sub(r" \1 ", sample_text(text, characters).lower().replace("__label__", ""))
     return " ".join(line.split())
-
-
-def is_held_out(text: str, share: float) -> bool:
-    """Whether a hash of the text puts it on the evaluation side."""
-    digest = hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest()
-    return int.from_bytes(digest, "little") < share * 2.0**64
 
 
 def area_under_curve(positives: np.ndarray, negatives: np.ndarray) -> float:
@@ -121,7 +115,7 @@ class TextClassifier:
 def _split(texts: Iterable[str], share: float) -> tuple[list[str], list[str]]:
     train, held_out = [], []
     for text in texts:
-        (held_out if is_held_out(text, share) else train).append(text)
+        (held_out if in_share(text, share) else train).append(text)
     return train, held_out
 
 
