@@ -66,7 +66,7 @@ def flash_attention_decode(
     Contiguous: k_cache, v_cache (B, S, K, D). Paged: (pages, page_size, K, D) with block_table (B, pages a sequence)
     int32, whose entries are read only where a sequence has tokens. Returns out (B, T, H, D) like q and lse (B, H, T)
     float32; a query without keys (length 0, or fewer tokens than T) gets out 0 and lse -inf. Any T runs; up to
-    T * H / K = 64 the cache is read once. Raises UserError for what the kernels cannot run.
+    T * H / K = 64 (float32: 16) the cache is read once. Raises UserError for what the kernels cannot run.
     """
     check_decode_inputs(q, k_cache, v_cache, cache_lens, block_table)
     scale = 1.0 / math.sqrt(q.shape[-1]) if options.scale is None else options.scale
@@ -174,20 +174,24 @@ def default_decode_config(q: Tensor) -> DecodeConfig:
     if not q.is_cuda:
         return DecodeConfig(16, 4, 1, 3)  # the interpreter: small tiles show every seam
     bytes_a_key = padded_dim(q.shape[-1]) * q.element_size()
-    return DecodeConfig(max(16, min(128, 16384 // bytes_a_key)), 4, 3, 8)
+    block_n = max(16, min(128, 16384 // bytes_a_key))
+    if q.dtype == torch.float32:  # no tensor cores: eight warps hold the operands in registers, four spill
+        return DecodeConfig(block_n, 8, 2, 8)
+    return DecodeConfig(block_n, 4, 3, 8)
 
 
 def choose_config(q: Tensor, cache: DecodeCache, call: DecodeCall, tuner: Tuner) -> DecodeConfig:
     """The tuned configuration for this device, cache and amount of keys, or the default."""
     (B, T, H, _), (page_size, K) = q.shape, cache.k.shape[1:3]
     kind = "contiguous" if cache.table is None else f"pages of {page_size}"
-    key = make_key("decode", q, f"{kind}, rows of {row_tile(T * H // K, MIN_ROWS)}", B * call.max_length)
+    key = make_key("decode", q, f"{kind}, rows of {row_tile(T * H // K, MIN_ROWS, q.dtype)}", B * call.max_length)
     return tuner.choose(key, default_decode_config(q), lambda config: run_decode(q, cache, call, config))
 
 
-def row_tile(num_rows: int, min_rows: int) -> int:
+def row_tile(num_rows: int, min_rows: int, dtype: torch.dtype) -> int:
     """Rows of a tile of queries for `num_rows` query heads of one kv head over all new tokens."""
-    return max(min_rows, min(MAX_ROWS, 1 << (num_rows - 1).bit_length()))
+    most = MIN_ROWS if dtype == torch.float32 else MAX_ROWS  # float32 spills with more
+    return max(min_rows, min(most, 1 << (num_rows - 1).bit_length()))
 
 
 def run_decode(
@@ -196,7 +200,7 @@ def run_decode(
     """(out, lse) of checked inputs: the chunks, then their merge."""
     config = config or choose_config(q, cache, call, shared_tuner())
     (B, T, H, D), K = q.shape, cache.k.shape[2]
-    block_m, block_d = row_tile(T * H // K, config.min_rows), padded_dim(D)
+    block_m, block_d = row_tile(T * H // K, config.min_rows, q.dtype), padded_dim(D)
     side_by_side = K * num_blocks(T * H // K, block_m)
     num_chunks, items = chunk_counts(B, side_by_side, call.max_length, config, q)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
