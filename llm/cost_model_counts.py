@@ -4,9 +4,9 @@ Counting rules: matrix multiplications only, 2 FLOPs a multiply-add; causal atte
 the output layer counts, the embedding look-up does not; training is three times forward; recomputation is not counted.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from llm.args import ModelConfig, TrainConfig
+from llm.args import KernelsConfig, ModelConfig, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,11 @@ class Workload:
     compile: str = "none"
     document_masking: bool = False
     world_size: int = 1
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
+
+    def fuses(self, operation: str) -> bool:
+        """Whether `operation` is one of our fused kernels; a compiled model keeps its projections."""
+        return self.kernels.uses(operation) and not (operation == "linear" and self.compile != "none")
 
     @property
     def tokens(self) -> int:
@@ -144,4 +149,5 @@ def workload_of(config: TrainConfig, device: str, world_size: int = 1) -> Worklo
     return Workload(
         config.model, config.micro_batch_size, config.data.seq_len, config.optimizer.name,
         config.grad_accum_steps(world_size), device, dtype, config.compile, config.data.document_masking, world_size,
+        config.kernels,
     )  # fmt: skip

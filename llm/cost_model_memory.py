@@ -54,11 +54,13 @@ def saved_in_block(work: Workload) -> list[Saved]:
     model, compiled = work.model, work.compile != "none"
     C, Q, e = model.d_model, query_width(model), matmul_bytes(work)
     # Under autocast each projection makes its own bfloat16 copy of a float32 input; a compiled block makes one.
-    copies = {"q, k, v": 3, "gate, up": 2} if e == BF16 and not compiled else {"q, k, v": 1, "gate, up": 1}
+    once = e == FP32 or compiled or work.fuses("norm") or work.fuses("linear")
+    copies = {"q, k, v": 1, "gate, up": 1} if once else {"q, k, v": 3, "gate, up": 2}
+    heads = Q + 2 * kv_width(model) if model.attention == "triton" else 3 * Q  # the others repeat k and v
     saved = [
         *saved_by_norm(work, C, "attention_norm"),
         Saved("normed input of q, k, v", copies["q, k, v"] * e * C),
-        Saved("rotated q; k and v repeated to H heads", 3 * e * Q),
+        Saved("rotated q, k; v; repeated to H heads where the kernel asks for it", e * heads),
         Saved("attention output, also o_proj's input", e * Q),
         Saved("logsumexp of each query's scores", FP32 * model.num_heads),
         *saved_by_norm(work, C, "ffn_norm"),
@@ -76,10 +78,17 @@ def saved_in_block(work: Workload) -> list[Saved]:
     return saved + (saved_by_moe(work) if model.moe.num_experts else saved_by_swiglu(work, copies["gate, up"]))
 
 
+def stream_bytes(work: Workload) -> int:
+    """Bytes of an element of the residual stream."""
+    return BF16 if work.kernels.stream == "bfloat16" and work.dtype == "bfloat16" else FP32
+
+
 def saved_by_norm(work: Workload, width: int, name: str) -> list[Saved]:
-    """The float32 residual stream, 1/rms, and (eager) the values before the weight; compiled recomputes those."""
-    saved = [Saved(f"{name}: input, the residual stream", FP32 * width), Saved(f"{name}: 1 / rms", FP32)]
-    return saved if work.compile != "none" else [*saved, Saved(f"{name}: normed values", FP32 * width)]
+    """The residual stream, 1/rms, and (eager) the values before the weight; compiled or fused these are recomputed."""
+    saved = [Saved(f"{name}: input, the residual stream", stream_bytes(work) * width), Saved(f"{name}: 1 / rms", FP32)]
+    if work.compile != "none" or work.fuses("norm"):
+        return saved
+    return [*saved, Saved(f"{name}: normed values", FP32 * width)]
 
 
 def saved_by_swiglu(work: Workload, copies: int) -> list[Saved]:
@@ -90,7 +99,7 @@ def saved_by_swiglu(work: Workload, copies: int) -> list[Saved]:
         Saved("up", e * F),
         Saved("silu(gate) * up, down's input", e * F),
     ]
-    return saved if work.compile != "none" else [*saved, Saved("silu(gate)", e * F)]
+    return saved if work.compile != "none" or work.fuses("swiglu") else [*saved, Saved("silu(gate)", e * F)]
 
 
 def saved_by_moe(work: Workload) -> list[Saved]:
@@ -130,6 +139,8 @@ def head_activation_bytes(work: Workload) -> int:
     C, e = work.model.d_model, matmul_bytes(work)
     outside = replace(work, compile="none") if work.compile == "block" else work  # what is not a block stays eager
     norm = sum(saved.bytes_per_token for saved in saved_by_norm(outside, C, "norm"))
+    if work.fuses("loss"):
+        return work.tokens * norm  # the rest is gone when forward ends
     return work.tokens * (norm + e * C) + weight_copies(work, work.model.vocab_size * C)
 
 
@@ -145,6 +156,10 @@ def loss_bytes(work: Workload) -> int:
     """The logits, their gradient, and the float32 scratch of one chunk of rows (llm/loss.py)."""
     V, N, e = work.model.vocab_size, work.tokens, matmul_bytes(work)
     logits = N * V * e
+    if work.fuses("loss"):  # a chunk, the layer's input and weight as the products read them, and both gradients
+        copy = V * work.model.d_model * e if e == BF16 else 0
+        chunk = min(logits, work.kernels.loss_chunk_mb << 20)
+        return chunk + 2 * N * work.model.d_model * e + copy + FP32 * V * work.model.d_model
     if work.compile == "model":
         return logits  # the fused gradient overwrites the logits
     limit = CPU_CHUNK_ELEMENTS if work.device == "cpu" else GPU_CHUNK_ELEMENTS
@@ -172,7 +187,7 @@ def muon_parameters(model: ModelConfig) -> int:
 def optimizer_scratch_bytes(work: Workload) -> int:
     """What one update allocates beside the state: AdamW's denominators, Muon's directions and its iteration."""
     model = work.model
-    if work.optimizer == "sgd":
+    if work.optimizer == "sgd" or (work.optimizer == "adamw" and work.fuses("optimizer")):
         return 0
     hidden = muon_parameters(model) if work.optimizer == "muon" else 0
     others = count_parameters(model).total - hidden
@@ -196,7 +211,7 @@ def expert_matrices(model: ModelConfig) -> list:
 def block_backward_bytes(work: Workload) -> int:
     """Gradients alive at the widest point of a block's backward, less what that block has freed by then."""
     model, e = work.model, matmul_bytes(work)
-    stream = FP32 * model.d_model + (e * model.d_model if e == BF16 else 0)
+    stream = stream_bytes(work) * model.d_model + (e * model.d_model if e == BF16 else 0)
     if model.moe.num_experts:
         return work.tokens * (stream + 3 * model.moe.experts_per_token * e * model.d_model)
     # d(product), then d(silu) and d(up), while the product itself is gone.
@@ -226,7 +241,7 @@ def predict_memory(work: Workload) -> MemoryPrediction:
     shared = (2 if model.tie_embeddings else 0) + (1 if accumulating else 0)
     phases = {
         "loss backward": held + activations + logits,
-        "output backward": held + activations + N * V * e + output_gradient + N * C * e,
+        "output backward": held + activations + output_gradient + N * C * e + (0 if work.fuses("loss") else N * V * e),
         "last block backward": through_block(L - 1),
         "first block backward": through_block(0),
         "embedding backward": held + (0 if accumulating else weights) + FP32 * N * C + shared * output_gradient,

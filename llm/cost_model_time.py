@@ -7,8 +7,9 @@ the passes. Nothing here was timed on a model; what the list leaves out (allocat
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from llm.args import KernelsConfig
 from llm.cost_model_counts import (
     Workload,
     attention_flops_per_token,
@@ -19,7 +20,7 @@ from llm.cost_model_counts import (
     query_width,
     train_flops_per_token,
 )
-from llm.cost_model_memory import BF16, FP32, block_parameters, matmul_bytes, muon_parameters
+from llm.cost_model_memory import BF16, FP32, block_parameters, matmul_bytes, muon_parameters, stream_bytes
 from llm.hardware_calibration import Rates, interpolate, pass_time
 from llm.loss import CPU_CHUNK_ELEMENTS
 from llm.optimizer_adamw import CPU_BUNDLE_ELEMENTS
@@ -80,25 +81,49 @@ class Passes:
 
 def block_passes(work: Workload) -> list[Passes]:
     """Every element-wise operation of one block, forward and backward."""
-    return compiled_passes(work) if work.compile != "none" else eager_passes(work)
+    if work.compile != "none":
+        return compiled_passes(work)
+    fused = {"norm": fused_norm_passes, "rope": fused_rope_passes, "swiglu": fused_swiglu_passes}
+    passes = [own for operation, make in fused.items() if work.fuses(operation) for own in make(work)]
+    return passes + [own for operation, own in eager_passes(work) if not work.fuses(operation)]
 
 
-def eager_passes(work: Workload) -> list[Passes]:
-    """As torch runs the model's lines one by one; each counts its inputs and outputs."""
+def fused_norm_passes(work: Workload) -> list[Passes]:
+    """Tensors of the stream and of e bytes, in units of the stream's: norm, norm with sum, sum; and back (kernel/)."""
+    C, stream, e = work.model.d_model, stream_bytes(work), matmul_bytes(work)
+    forward = (1 + e / stream) + (2 + 2 * e / stream) + (2 + e / stream)
+    backward = (3 + e / stream) + (3 + 2 * e / stream if e != stream else 4) + (0 if e == stream else 1 + e / stream)
+    return [Passes("two norms with the residual sums", C, stream, forward, backward, 8)]
+
+
+def fused_rope_passes(work: Workload) -> list[Passes]:
+    return [Passes("rotate q and k", query_width(work.model) + kv_width(work.model), matmul_bytes(work), 2, 2, 2)]
+
+
+def fused_swiglu_passes(work: Workload) -> list[Passes]:
+    """Dense blocks; experts stay as they are."""
+    if work.model.moe.num_experts:
+        return [own for operation, own in eager_passes(replace(work, kernels=KernelsConfig())) if operation == "swiglu"]
+    return [Passes("silu times up", work.model.d_ff, matmul_bytes(work), 3, 5, 2)]
+
+
+def eager_passes(work: Workload) -> list[tuple[str, Passes]]:
+    """As torch runs the model's lines one by one, each with the fused operation that would replace it ("" for none)."""
     model, e = work.model, matmul_bytes(work)
     C, Q, K = model.d_model, query_width(model), kv_width(model)
     passes = [
-        Passes("two norms: square, mean, scale, weight; and back", 2 * C, FP32, 7, 23, 38),
-        Passes("rotate q and k: negate, join, two products, sum", Q + K, e, 10, 10, 20),
-        Passes("residual sums, and the gradients of shared inputs", C, FP32, 6, 9, 5),
-        *ffn_passes(work),
+        ("norm", Passes("two norms: square, mean, scale, weight; and back", 2 * C, FP32, 7, 23, 38)),
+        ("rope", Passes("rotate q and k: negate, join, two products, sum", Q + K, e, 10, 10, 20)),
+        ("norm", Passes("residual sums, and the gradients of shared inputs", C, FP32, 6, 9, 5)),
+        *(("swiglu", own) for own in ffn_passes(work)),
     ]
-    if model.num_kv_heads != model.num_heads:
-        passes.append(Passes("repeat k and v to all heads, sum their gradients", 2 * Q, e, 2, 1.5, 4))
+    if model.num_kv_heads != model.num_heads and model.attention != "triton":
+        passes.append(("", Passes("repeat k and v to all heads, sum their gradients", 2 * Q, e, 2, 1.5, 4)))
     if model.qk_norm:
-        passes.append(Passes("norms of q and k", Q + K, FP32, 7, 23, 38))
+        passes.append(("norm", Passes("norms of q and k", Q + K, FP32, 7, 23, 38)))
     if e == BF16:
-        passes.append(Passes("inputs and weights to bfloat16, gradients back", 5 * C, BF16 + FP32, 1, 1, 35))
+        casts = Passes("inputs and weights to bfloat16, gradients back", 5 * C, BF16 + FP32, 1, 1, 35)
+        passes.append(("linear", casts))
     return passes
 
 
@@ -165,6 +190,10 @@ def attention_time(work: Workload, rates: Rates) -> float:
 def loss_time(work: Workload, rates: Rates) -> float:
     """llm/loss.py on the logits: maximum and sum of exponentials, then the scaled softmax, in chunks on a CPU."""
     elements, e = work.tokens * work.model.vocab_size, matmul_bytes(work)
+    if work.fuses("loss"):
+        chunks = -(-e * elements // (work.kernels.loss_chunk_mb << 20))
+        added = 2 * FP32 * work.model.vocab_size * work.model.d_model * (chunks - 1)  # dW read and written by a product
+        return pass_time(rates.inplace_pass, 2 * e * elements / chunks) * chunks + pass_time(rates.inplace_pass, added)
     if work.compile == "model":
         return pass_time(rates.new_pass, 3 * e * elements)
     if work.device == "cpu":
@@ -180,6 +209,8 @@ def loss_time(work: Workload, rates: Rates) -> float:
 def optimizer_time(work: Workload, rates: Rates) -> float:
     """The gradient norm, clipping and the update, once a step."""
     parameters = count_parameters(work.model).total
+    if work.optimizer == "adamw" and work.fuses("optimizer"):  # the norm reads the gradients, the update seven tensors
+        return pass_time(rates.inplace_pass, (1 + 7) * FP32 * parameters)
     hidden = muon_parameters(work.model) if work.optimizer == "muon" else 0
     others = parameters - hidden if work.optimizer != "sgd" else 0
     seconds = pass_time(rates.inplace_pass, 3 * FP32 * parameters)  # the norm reads, clipping reads and writes
@@ -215,7 +246,8 @@ def accumulation_time(work: Workload, rates: Rates) -> float:
     seconds = 0.0
     if work.dtype == "bfloat16":
         cast = work.model.num_layers * block_parameters(work.model) + work.model.vocab_size * work.model.d_model
-        seconds += pass_time(rates.new_pass, 2 * (FP32 + BF16) * cast)
+        directions = 1 if work.fuses("linear") else 2  # gradients come in float32 from the products themselves
+        seconds += pass_time(rates.new_pass, directions * (FP32 + BF16) * cast)
     if work.grad_accum_steps > 1:
         seconds += pass_time(rates.inplace_pass, 3 * FP32 * parameters)
     return seconds
@@ -225,26 +257,31 @@ def accumulation_time(work: Workload, rates: Rates) -> float:
 # rest make views; and the optimizer's small operations on the host, a counter and its reading for each tensor.
 DISPATCHES_PER_KERNEL = 1.75
 OPTIMIZER_OPS_PER_TENSOR = 4
+OPS_BESIDE_GRAPH = 20  # copies of the batch, the replay, the norm and the update
 
 
 def host_time(work: Workload, rates: Rates) -> float:
     """What a GPU's host needs to issue a step; 0 on a CPU. A compiled model issues one kernel a fused group."""
     if work.device == "cpu":
         return 0.0
+    if work.kernels.cuda_graph:
+        return rates.op_overhead_s * OPS_BESIDE_GRAPH * work.grad_accum_steps
     products = 3 * len(block_matrices(work.model)) + 5
     kernels = products + sum(passes.kernels for passes in block_passes(work))
     per_micro_batch = work.model.num_layers * kernels + 60
     if work.compile == "none":
         per_micro_batch *= DISPATCHES_PER_KERNEL
     tensors = 9 * work.model.num_layers + 3
-    return rates.op_overhead_s * (work.grad_accum_steps * per_micro_batch + OPTIMIZER_OPS_PER_TENSOR * tensors)
+    per_tensor = 1 if work.fuses("optimizer") else OPTIMIZER_OPS_PER_TENSOR
+    return rates.op_overhead_s * (work.grad_accum_steps * per_micro_batch + per_tensor * tensors)
 
 
 def predict_step_time(work: Workload, rates: Rates) -> StepPrediction:
     """Seconds of one optimizer step on one device; communication between devices is not in it."""
     micro_batches, L = work.grad_accum_steps, work.model.num_layers
     elementwise = L * sum(passes_time(passes, work.tokens, rates) for passes in block_passes(work))
-    elementwise += passes_time(Passes("last norm", work.model.d_model, FP32, 7, 23, 19), work.tokens, rates)
+    last = (1.5, 3, 2) if work.fuses("norm") else (7, 23, 19)
+    elementwise += passes_time(Passes("last norm", work.model.d_model, FP32, *last), work.tokens, rates)
     elementwise += accumulation_time(work, rates)
     return StepPrediction(
         matmul_s=micro_batches * matmul_time(work, rates),

@@ -4,6 +4,7 @@ In Triton's interpreter without a GPU; with one also bfloat16, and every combina
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ import torch
 from configs.errors import UserError
 from configs.loader import compose_config
 from llm.args import KernelsConfig, ModelConfig, MoeConfig, TrainConfig
+from llm.cost_model_counts import Workload
+from llm.cost_model_memory import block_activation_bytes
 from llm.data_loader import Batch
 from llm.optimizer import OptimizerConfig, build_optimizer, clipped_step, gradient_norm
 from llm.parallelize import apply_compile, make_forward_loss
@@ -151,6 +154,31 @@ def test_evaluation_without_gradients_gives_the_same_loss():
     with torch.no_grad():
         losses = [loss_of(make(k), k, batch).item() for k in (KernelsConfig(), FUSED)]
     assert losses[1] == pytest.approx(losses[0], rel=FP32_FORWARD) and math.isfinite(losses[0])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("attention", ["sdpa", "triton"])
+def test_a_fused_block_saves_what_the_cost_model_says(dtype, attention):
+    """Bytes that autograd keeps of the second block; parameters are not counted, their bfloat16 copies are."""
+    kept: list[int] = []
+    for num_layers in (1, 2):
+        model = make(FUSED, num_layers=num_layers, attention=attention, num_heads=4, num_kv_heads=2, head_dim=32)
+        known = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        found: dict[int, torch.Tensor] = {}
+
+        def keep(tensor, known=known, found=found):
+            if tensor.untyped_storage().data_ptr() not in known:
+                found[tensor.untyped_storage().data_ptr()] = tensor  # held, so that no address comes twice
+            return tensor
+
+        token_ids = batches()[0].token_ids
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            with torch.autocast(DEVICE, torch.bfloat16, enabled=dtype == "bfloat16"):
+                states = model.hidden_states(token_ids)
+        kept.append(sum(tensor.untyped_storage().nbytes() for tensor in found.values()))
+        assert states.shape == (*token_ids.shape, 64)
+    work = Workload(replace(model.config, num_layers=1), *token_ids.shape, dtype=dtype, kernels=FUSED)
+    assert kept[1] - kept[0] == pytest.approx(block_activation_bytes(work), rel=0.01)
 
 
 def test_a_single_kernel_can_be_switched_off():
