@@ -22,7 +22,14 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from bench_mark.bench_mark_model_report import facts, print_head, print_row, write_results
-from bench_mark.bench_mark_model_variants import VARIANTS, Contestant, make_tokens, our_contestant, plain_contestant
+from bench_mark.bench_mark_model_variants import (
+    VARIANTS,
+    Contestant,
+    make_tokens,
+    our_contestant,
+    plain_contestant,
+    workload_of_variant,
+)
 from configs.errors import check_choice, check_positive
 from configs.loader import CONFIG_DIR, load_config, run_script
 from llm.args import HardwareConfig, ModelConfig
@@ -143,7 +150,7 @@ def measure(
     plain, *ours = compete(work, names, config, mesh)
     result: dict[str, Any] = {"model": name, "batch": [work.micro_batch_size, work.seq_len]}
     for contestant in (plain, *ours):
-        own = work if contestant is plain else replace(work, compile=VARIANTS[contestant.name].compile)
+        own = work if contestant is plain else workload_of_variant(work, VARIANTS[contestant.name])
         predicted = predict_workload(own, hardware)
         described = result[contestant.name] = describe(contestant, work, predicted, hardware)
         for row in described["rows"]:

@@ -79,6 +79,12 @@ def make_tokens(steps: int, micro_batch_size: int, seq_len: int, vocab_size: int
     return tokens.view(steps, micro_batch_size, seq_len + 1)
 
 
+def workload_of_variant(work: Workload, variant: Variant) -> Workload:
+    """What the cost model needs to know of a variant."""
+    model = replace(work.model, attention=variant.attention)
+    return replace(work, model=model, compile=variant.compile, kernels=variant.kernels)
+
+
 def train_config(work: Workload, variant: Variant) -> TrainConfig:
     """One micro-batch a step at a constant rate, clipped at norm 1; the plain loop does the same."""
     config = TrainConfig(
