@@ -76,7 +76,7 @@ class Fsdp:
             module.register_forward_hook(opaque(lambda module, args, output, run=after: run(output)))
         for unit in self.all_units:
             for param in unit.trainable:
-                param.register_post_accumulate_grad_hook(opaque(partial(self.gradient_is_there, unit)))
+                param.register_post_accumulate_grad_hook(partial(self.gradient_is_there, unit))
 
     def begin_micro_batch(self, last: bool) -> None:
         """To be called before each forward pass of a step; `last` says whether it is the step's last one."""
