@@ -39,7 +39,7 @@ def run_passes(
         near = NearDuplicates(config.deduplicate_near, engine, store.work)
         best = near.find(files)
         facts["deduplicate_near"] = describe_near(config.deduplicate_near, best)
-        kept = _account(split_by_keepers(files, best), filled, "deduplicate_near", store, config)
+        kept = _account(split_by_keepers(files, best), filled, "deduplicate_near", (store, config, started))
         if "mix" in steps:
             files = _write_between(kept, filled, store)
         else:
@@ -53,10 +53,13 @@ def run_passes(
 
 
 def _account(
-    split: Split, records: list[dict[str, Any]], name: str, store: BlockStore, config: BuildCorpusConfig
+    split: Split, records: list[dict[str, Any]], name: str, build: tuple[BlockStore, BuildCorpusConfig, float]
 ) -> Iterator[tuple[dict[str, Any], list[Document]]]:
-    """(record, kept documents) of each block; writes the counts and what was dropped."""
-    started = perf_counter()
+    """(record, kept documents) of each block; writes the counts and what was dropped.
+
+    `build` ends in when the step began: what it did before its first block is part of its time.
+    """
+    store, config, started = build
     for record, (documents, kept, dropped) in zip(records, split, strict=True):
         before = tally(documents)
         seconds = perf_counter() - started
@@ -92,10 +95,10 @@ def _mix(
     config: BuildCorpusConfig, store: BlockStore, records: list[dict[str, Any]], files: list[Path]
 ) -> tuple[Iterator[tuple[int, list[Document]]], dict[str, Any]]:
     """(blocks of the mixed corpus, the shares for stats.json)."""
-    available = _bytes_by_source(records)
+    started, available = perf_counter(), _bytes_by_source(records)
     shares = plan_mix(config.mix, available, config.bytes_per_token)
     step = MixStep(config.mix, shares, config.block_bytes, store.work)
-    for _ in _account(step.deal(files, sum(available.values())), records, "mix", store, config):
+    for _ in _account(step.deal(files, sum(available.values())), records, "mix", (store, config, started)):
         pass  # the documents are in the step's buckets now
     if records and step.counts["repeated_documents"]:
         records[-1]["stages"]["mix"]["counts"] = dict(step.counts)

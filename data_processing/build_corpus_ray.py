@@ -40,7 +40,14 @@ class RayEngine:
 
     def map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
         remote = self.ray.remote(lambda item: function(item))
-        yield from in_order(remote.remote, self.ray.get, items, self.workers + AHEAD)
+        yield from in_order(remote.remote, self._get, items, self.workers + AHEAD)
+
+    def _get(self, reference) -> Any:
+        """A task's result, or the very exception that it raised."""
+        try:
+            return self.ray.get(reference)
+        except self.ray.exceptions.RayTaskError as error:
+            raise error.cause from error
 
     def groups(self, keys: np.ndarray) -> Iterator[np.ndarray]:
         count, bands = keys.shape

@@ -11,10 +11,10 @@ CARD_SHAPE = re.compile(
 CARD_ISSUER = re.compile(r"4|5[0-8]|2[2-7]|3[04-9]|6[0-9]")
 IBAN = re.compile(r"(?<![A-Za-z0-9])[A-Z]{2}\d{2}(?:[ -]?[A-Z0-9]){11,30}(?![A-Za-z0-9])")
 IBAN_LENGTHS = (
-    "AD24 AE23 AL28 AT20 AZ28 BA20 BE16 BG22 BH22 BR29 BY28 CH21 CR22 CY28 CZ24 DE22 DK18 DO28 EE20 EG29 ES24 FI18"
-    " FO18 FR27 GB22 GE22 GI23 GL18 GR27 GT28 HR21 HU28 IE22 IL23 IQ23 IS26 IT27 JO30 KW30 KZ20 LB28 LC32 LI21 LT20 LU20"
-    " LV21 LY25 MC27 MD24 ME22 MK19 MR27 MT31 MU30 NL18 NO15 PK24 PL28 PS29 PT25 QA29 RO24 RS22 SA24 SC31 SD18 SE24 SI19"
-    " SK24 SM27 ST25 SV28 TL23 TN24 TR26 UA29 VA22 VG24 XK20"
+    "AD24 AE23 AL28 AT20 AZ28 BA20 BE16 BG22 BH22 BR29 BY28 CH21 CR22 CY28 CZ24 DE22 DK18 DO28 EE20 EG29 ES24 "
+    "FI18 FO18 FR27 GB22 GE22 GI23 GL18 GR27 GT28 HR21 HU28 IE22 IL23 IQ23 IS26 IT27 JO30 KW30 KZ20 LB28 LC32 "
+    "LI21 LT20 LU20 LV21 LY25 MC27 MD24 ME22 MK19 MR27 MT31 MU30 NL18 NO15 PK24 PL28 PS29 PT25 QA29 RO24 RS22 "
+    "SA24 SC31 SD18 SE24 SI19 SK24 SM27 ST25 SV28 TL23 TN24 TR26 UA29 VA22 VG24 XK20"
 )
 LENGTH_OF = {entry[:2]: int(entry[2:]) for entry in IBAN_LENGTHS.split()}
 API_KEY = re.compile(
@@ -27,9 +27,10 @@ API_KEY = re.compile(
     r"|eyJ[\w-]{10,2000}\.eyJ[\w-]{10,4000}\.[\w-]{10,2000}"
     r")(?![A-Za-z0-9])"
 )
-KEY_PREFIXES = (
-    "AKIA ASIA AROA AIDA gh github_pat_ glpat- sk- k_live_ k_test_ xox AIza ya29. hf_ npm_ pypi- SG. dop_v1_ shp eyJ"
-).split()
+# What a text must hold before an expression is tried on it: substring searches are a hundred times as fast.
+KEY_PREFIXES = "AKIA ASIA AROA AIDA ghp_ gho_ ghu_ ghs_ ghr_ github_pat_ glpat- sk- k_live_ k_test_ xox".split()
+KEY_PREFIXES += "AIza ya29. hf_ npm_ pypi- SG. dop_v1_ shpat_ shpca_ shppa_ shpss_ eyJ".split()
+KEY_NAMES = ("key", "token", "secret")
 NAMED_KEY = re.compile(
     r"(?:api[_-]?key|access[_-]?key|secret[_-]?key|auth[_-]?token|access[_-]?token|client[_-]?secret|api[_-]?token|"
     r"secret[_-]?access[_-]?key)[\"']?\s{0,4}[:=]\s{0,4}[\"']?([A-Za-z0-9/+_=.-]{16,200})",
@@ -86,7 +87,8 @@ def find_api_keys(text: str) -> Iterator[tuple[int, int]]:
     found = []
     if any(prefix in text for prefix in KEY_PREFIXES):
         found += [match.span() for match in API_KEY.finditer(text) if _looks_random(match.group())]
-    if "=" in text or ":" in text:
+    low = text.lower()
+    if any(name in low for name in KEY_NAMES):
         found += [match.span(1) for match in NAMED_KEY.finditer(text) if _looks_random(match.group(1))]
     for match in PRIVATE_KEY.finditer(text) if "PRIVATE KEY-----" in text else ():
         end = text.find(PRIVATE_KEY_END, match.end())
