@@ -46,6 +46,7 @@ VARIANTS = {
     "attention": Variant("model", attention="triton"),
     "fused": Variant("none", FUSED, "triton"),
     "fused-graph": Variant("none", GRAPH, "triton"),
+    "fused-sdpa-graph": Variant("none", GRAPH, "sdpa"),
     "fused-compiled": Variant("model", FUSED, "triton"),
     "fused-compiled-graph": Variant("model", GRAPH, "triton"),
     "fused-bf16-graph": Variant("none", replace(GRAPH, stream="bfloat16"), "triton"),
