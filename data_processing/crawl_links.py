@@ -7,9 +7,9 @@ nested so deep that no parser should see it gives no links.
 import re
 from dataclasses import dataclass, field
 
+from configs.errors import missing_extra
 from data_processing.crawl_page import Page
 from data_processing.crawl_url import TRACKING_PARAMETERS, normalise_url
-from data_processing.html_process import import_resiliparse
 from data_processing.html_process_encoding import decode_page
 from data_processing.html_process_guard import MAX_DEPTH, cut_long_tags, nesting_depth
 
@@ -26,35 +26,71 @@ class PageLinks:
     pdf_url: str | None = None  # citation_pdf_url, by which repositories tell Google Scholar where the paper is
 
 
+def import_parser():
+    """(HTMLTree, traverse_dom), or the UserError that names the install command."""
+    try:
+        from resiliparse.parse.html import HTMLTree, traverse_dom
+    except ImportError as error:
+        raise missing_extra("resiliparse", "data") from error
+    return HTMLTree, traverse_dom
+
+
+@dataclass
+class _Found:
+    """The attributes that matter, in the order of the page."""
+
+    metas: list[tuple[str, str]] = field(default_factory=list)  # (name, content)
+    bases: list[str] = field(default_factory=list)
+    anchors: list[tuple[str, str]] = field(default_factory=list)  # (href, rel)
+
+
 def read_links(page: Page, drop_parameters: tuple[str, ...] = TRACKING_PARAMETERS) -> PageLinks:
     """The links of an HTML page; rel=nofollow and the robots marks of page and header are heeded."""
     links = PageLinks()
     _read_marks(links, page.headers.get("x-robots-tag", ""))
-    text = cut_long_tags(decode_page(page.body, page.charset)[0])
-    if nesting_depth(text) > MAX_DEPTH:
-        return links
-    document = import_resiliparse()[1].parse(text).document
-    for meta in document.query_selector_all("meta[name][content]"):
-        name = meta.getattr("name").strip().lower()
+    found = _find_elements(decode_page(page.body, page.charset)[0])
+    for name, content in found.metas:
         if name in ("robots", "mew-crawler"):
-            _read_marks(links, meta.getattr("content"))
+            _read_marks(links, content)
         elif name == "citation_pdf_url" and links.pdf_url is None:
-            links.pdf_url = normalise_url(meta.getattr("content"), page.url, ())
-    base_element = document.query_selector("base[href]")
-    base = page.url
-    if base_element is not None:
-        base = normalise_url(base_element.getattr("href"), page.url, ()) or page.url
+            links.pdf_url = normalise_url(content, page.url, ())
+    base = next((normalise_url(href, page.url, ()) for href in found.bases), None) or page.url
     urls: dict[str, None] = {}
-    for element in document.query_selector_all("a[href], area[href]"):
-        if "nofollow" in (element.getattr("rel") or "").lower().split():
-            continue
-        url = normalise_url(element.getattr("href"), base, drop_parameters)
+    for href, rel in found.anchors:
+        url = None if "nofollow" in rel.lower().split() else normalise_url(href, base, drop_parameters)
         if url is not None and url != page.url:
             urls[url] = None
         if len(urls) == MAX_LINKS:
             break
     links.urls = list(urls)
     return links
+
+
+def _find_elements(text: str) -> _Found:
+    """Walk the tree once: a collection of resiliparse 2.0 evaluates its selector anew for each index, which is
+    quadratic (an index page with 38,000 links took hours)."""
+    found = _Found()
+    text = cut_long_tags(text)
+    if nesting_depth(text) > MAX_DEPTH:
+        return found
+    tree_class, traverse = import_parser()
+
+    def visit(context) -> None:
+        node = context.node
+        tag = node.tag
+        if tag in ("a", "area"):
+            href = node.getattr("href")
+            if href is not None:
+                found.anchors.append((href, node.getattr("rel") or ""))
+        elif tag == "meta":
+            found.metas.append(((node.getattr("name") or "").strip().lower(), node.getattr("content") or ""))
+        elif tag == "base" and node.getattr("href"):
+            found.bases.append(node.getattr("href"))
+
+    root = tree_class.parse(text).document.document_element
+    if root is not None:
+        traverse(root, visit, elements_only=True)
+    return found
 
 
 def _read_marks(links: PageLinks, content: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 from configs.errors import UserError
 from data_processing import crawl_extract
 from data_processing.crawl import CrawlConfig, Outside, crawl
-from data_processing.crawl_links import read_links
+from data_processing.crawl_links import MAX_LINKS, read_links
 from data_processing.crawl_page import Page
 from data_processing.crawl_web import WebConfig
 from data_processing.document import Document, read_documents
@@ -235,6 +235,17 @@ def test_links_of_a_page():
     assert links.pdf_url == "https://a.test/paper.pdf" and links.index and links.follow
     marked = read_links(Page("https://a.test/", 200, {"x-robots-tag": "otherbot: noindex"}, b"<p>x", 0.0))
     assert marked.index and marked.follow
+
+
+def test_an_index_of_thousands_of_links_is_cut_and_deep_pages_give_none():
+    """With a look-up per link that starts anew, as resiliparse's collections make it, this page takes minutes."""
+    kind = {"content-type": "text/html"}
+    body = ("<ul>" + "".join(f'<li><a href="/{n}">x</a>' for n in range(2 * MAX_LINKS))).encode()
+    links = read_links(Page("https://a.test/", 200, kind, body, 0.0))
+    assert links.urls == [f"https://a.test/{n}" for n in range(MAX_LINKS)]
+    deep = b"<div>" * 10_000 + b'<a href="/x">x</a>'
+    assert read_links(Page("https://a.test/", 200, kind, deep, 0.0)).urls == []
+    assert read_links(Page("https://a.test/", 200, kind, b"", 0.0)).urls == []
 
 
 @pytest.mark.parametrize(
