@@ -1,8 +1,12 @@
 """A layout's run beside the reference, in the order that shows faults first: gradients, norm, parameters, losses."""
 
+from dataclasses import asdict
+
 from torch import Tensor
 
-from tests.parity.cases import Case
+from llm.args import TrainConfig
+from llm.plan_shapes import params_of, predicted_traffic
+from tests.parity.cases import Case, ParityModel
 from tests.parity.ranks import RankResult
 from tests.parity.reference import Result
 
@@ -55,3 +59,15 @@ def check_near(what: str, got: Tensor, expected: Tensor, error: float) -> None:
     difference = (got.double() - expected.double()).abs().max().item()
     if not difference <= error * scale:
         raise Mismatch(f"{what}: differs by {difference:.3g} where entries reach {scale:.3g} (relative bound {error})")
+
+
+def compare_communication(ranks: list[RankResult], config: TrainConfig, model: ParityModel, micro_batches: int) -> None:
+    """What each rank sent in its second step is, call for call and byte for byte, what the cost model says."""
+    params = params_of(model, config.optimizer.name)
+    fields = ("op", "axis", "dtype", "ranks", "calls", "bytes")
+    for rank, result in enumerate(ranks):
+        expected = [asdict(traffic) for traffic in predicted_traffic(params, config, len(ranks), micro_batches, rank)]
+        wanted = sorted(tuple(traffic[field] for field in fields) for traffic in expected)
+        sent = sorted(tuple(line[field] for field in fields) for line in result.comm[1])
+        if sent != wanted:
+            raise Mismatch(f"rank {rank} sent {sent}, predicted {wanted}")
