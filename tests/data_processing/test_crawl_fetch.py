@@ -138,6 +138,8 @@ def test_gates_by_kind_and_size(web):
         "/br": "content_encoding",
         "/bad": "network",
     }
+    with pytest.raises(FetchError, match="too_large: 60000 bytes"):  # by the header alone
+        fetcher.fetch(web.url("/announced"), HTML_GATE)
     assert len(fetcher.fetch(web.url("/bomb"), Gate(max_bytes=6_000_000)).body) == 5_000_000
 
 
