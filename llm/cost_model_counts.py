@@ -129,7 +129,9 @@ class Workload:
 
     def fuses(self, operation: str) -> bool:
         """Whether `operation` is one of our fused kernels; a compiled model keeps its projections."""
-        return self.kernels.uses(operation) and not (operation == "linear" and self.compile != "none")
+        return (
+            operation != "" and self.kernels.uses(operation) and not (operation == "linear" and self.compile != "none")
+        )
 
     @property
     def tokens(self) -> int:
