@@ -8,6 +8,7 @@ cache_lens[b] - T + t of its sequence and sees the tokens up to itself. No gradi
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ MIN_ROWS = 16  # of a tile of queries: the least that tl.dot takes
 MAX_ROWS = 64
 MIN_PAGE_SIZE = 16
 CHUNKS_MERGED_AT_ONCE = 16
+# The cost of a plan (chunks_aimed_at), set so that the order of the first sweep on an H200 comes out (docs/kernels.md).
+START_TILES, FEW_WAVES, LOST, MOST_WAVES = 2, 0.6, 0.35, 8
 
 
 @dataclass(frozen=True)
@@ -41,16 +44,12 @@ class DecodeOptions:
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """Keys a tile, warps, pipeline stages, and how many programs for each processor the keys are cut into.
-
-    min_rows: 16 (mma.sync, the warps share the keys) or 64 (wgmma on Hopper, each warp has rows, most of them padding).
-    """
+    """Keys a tile, warps, pipeline stages, and the programs that a processor holds at once."""
 
     block_n: int
     warps: int
     stages: int
     programs: int
-    min_rows: int = MIN_ROWS
 
 
 def flash_attention_decode(
@@ -176,22 +175,22 @@ def default_decode_config(q: Tensor) -> DecodeConfig:
     bytes_a_key = padded_dim(q.shape[-1]) * q.element_size()
     block_n = max(16, min(128, 16384 // bytes_a_key))
     if q.dtype == torch.float32:  # no tensor cores: eight warps hold the operands in registers, four spill
-        return DecodeConfig(block_n, 8, 2, 8)
-    return DecodeConfig(block_n, 4, 3, 8)
+        return DecodeConfig(block_n, 8, 2, 2)
+    return DecodeConfig(block_n, 4, 3, 3)
 
 
 def choose_config(q: Tensor, cache: DecodeCache, call: DecodeCall, tuner: Tuner) -> DecodeConfig:
     """The tuned configuration for this device, cache and amount of keys, or the default."""
     (B, T, H, _), (page_size, K) = q.shape, cache.k.shape[1:3]
     kind = "contiguous" if cache.table is None else f"pages of {page_size}"
-    key = make_key("decode", q, f"{kind}, rows of {row_tile(T * H // K, MIN_ROWS, q.dtype)}", B * call.max_length)
+    key = make_key("decode", q, f"{kind}, rows of {row_tile(T * H // K, q.dtype)}", B * call.max_length)
     return tuner.choose(key, default_decode_config(q), lambda config: run_decode(q, cache, call, config))
 
 
-def row_tile(num_rows: int, min_rows: int, dtype: torch.dtype) -> int:
+def row_tile(num_rows: int, dtype: torch.dtype) -> int:
     """Rows of a tile of queries for `num_rows` query heads of one kv head over all new tokens."""
     most = MIN_ROWS if dtype == torch.float32 else MAX_ROWS  # float32 spills with more
-    return max(min_rows, min(most, 1 << (num_rows - 1).bit_length()))
+    return max(MIN_ROWS, min(most, 1 << (num_rows - 1).bit_length()))
 
 
 def run_decode(
@@ -200,7 +199,7 @@ def run_decode(
     """(out, lse) of checked inputs: the chunks, then their merge."""
     config = config or choose_config(q, cache, call, shared_tuner())
     (B, T, H, D), K = q.shape, cache.k.shape[2]
-    block_m, block_d = row_tile(T * H // K, config.min_rows, q.dtype), padded_dim(D)
+    block_m, block_d = row_tile(T * H // K, q.dtype), padded_dim(D)
     side_by_side = K * num_blocks(T * H // K, block_m)
     num_chunks, items = chunk_counts(B, side_by_side, call.max_length, config, q)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -230,6 +229,24 @@ def run_decode(
 
 def chunk_counts(B: int, side_by_side: int, max_length: int, config: DecodeConfig, q: Tensor) -> tuple[int, int]:
     """(chunks that the plan aims at over all sequences, the most that it can make), for each kv head."""
-    processors = num_processors(q.device.index) if q.is_cuda else 2
-    num_chunks = max(1, processors * config.programs // side_by_side)
-    return num_chunks, min(num_chunks + B, B * num_blocks(max_length, config.block_n))
+    slots = (num_processors(q.device.index) if q.is_cuda else 2) * config.programs
+    tiles = num_blocks(max_length, config.block_n)
+    num_chunks = chunks_aimed_at(B, side_by_side, tiles, slots)
+    return num_chunks, min(num_chunks + B, B * tiles)
+
+
+@lru_cache(maxsize=1024)
+def chunks_aimed_at(B: int, side_by_side: int, tiles: int, slots: int) -> int:
+    """The number of chunks, for each of `side_by_side`, that costs least if all B sequences have `tiles` tiles.
+
+    The device runs `slots` programs at once, so a plan takes waves of them. A chunk costs its tiles and START_TILES for
+    its start and its part of the merge; fewer programs than FEW_WAVES of a wave do not fill the memory's rate; of the
+    places that a last wave leaves empty, the share LOST is lost, since the programs beside them run the faster.
+    """
+
+    def cost(num_chunks: int) -> float:
+        chunks = num_blocks(tiles, num_blocks(B * tiles, num_chunks))  # of a sequence
+        waves = B * chunks * side_by_side / slots
+        return (tiles / chunks + START_TILES) * (max(waves, FEW_WAVES) + LOST * (math.ceil(waves) - waves))
+
+    return min((max(1, slots * half // (2 * side_by_side)) for half in range(1, 2 * MOST_WAVES + 1)), key=cost)

@@ -28,7 +28,7 @@ WARMUP_MS, TIMED_MS = 10, 40
 HOPPER = "sm9"  # ends the device's name in a key
 
 TILE_FIELDS = ("block_m", "block_n", "warps", "stages", "consumers", "registers", "max_registers")
-DECODE_FIELDS = ("block_n", "warps", "stages", "programs", "min_rows")
+DECODE_FIELDS = ("block_n", "warps", "stages", "programs")
 # By pass and padded head_dim, 16-bit: what came near the best in a sweep on an H200 (docs/kernels.md). Those with
 # consumers are the warp-specialised kernels, which only compute capability 9 runs.
 CANDIDATES: dict[tuple[str, int], list[tuple]] = {
@@ -46,8 +46,8 @@ CANDIDATES: dict[tuple[str, int], list[tuple]] = {
     ("key", 128): [(64, 128, 4, 2, 2, 240, None), (64, 128, 8, 3, 0, 240, None), (64, 64, 4, 3, 0, 240, None)],
     ("query", 64): [(128, 128, 4, 3, 2, 240, None), (128, 64, 8, 3, 0, 240, None), (64, 64, 4, 3, 0, 240, None)],
     ("query", 128): [(128, 128, 4, 2, 2, 240, None), (128, 64, 8, 3, 0, 240, None), (64, 64, 4, 3, 0, 240, None)],
-    ("decode", 64): [(128, 4, 3, 8, 16), (128, 4, 2, 8, 64), (64, 4, 3, 8, 16), (64, 2, 4, 16, 16)],
-    ("decode", 128): [(64, 4, 3, 8, 16), (64, 4, 3, 16, 16), (64, 4, 2, 8, 64), (32, 2, 4, 16, 16), (128, 4, 2, 8, 16)],
+    ("decode", 64): [(128, 4, 3, 3), (128, 8, 3, 2), (64, 4, 3, 6), (32, 1, 4, 8)],
+    ("decode", 128): [(64, 4, 3, 3), (64, 4, 2, 3), (128, 4, 2, 2), (32, 1, 4, 4)],
 }  # fmt: skip
 
 

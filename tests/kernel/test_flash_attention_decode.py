@@ -1,5 +1,7 @@
 """Decode over contiguous and paged caches against dense attention in float64, a sequence at a time."""
 
+import math
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from kernel.flash_attention_triton_decode import (
     DecodeCall,
     DecodeConfig,
     DecodeOptions,
+    chunks_aimed_at,
     flash_attention_decode,
     flash_attention_decode_op,
     run_decode,
@@ -128,3 +131,19 @@ def test_bad_input_is_one_clear_error(words, arguments):
     with pytest.raises(UserError, match=words) as caught:
         flash_attention_decode(*arguments)
     assert "\n" not in str(caught.value)
+
+
+SHAPES = [(64, 4, 128, 396), (64, 8, 128, 396), (1, 8, 2048, 396), (8, 8, 32, 396), (64, 8, 64, 264), (3, 2, 1000, 264)]
+
+
+@pytest.mark.parametrize("B, heads, tiles, slots", SHAPES)
+def test_full_sequences_are_cut_so_that_the_last_wave_is_nearly_full(B, heads, tiles, slots):
+    aimed = chunks_aimed_at(B, heads, tiles, slots)
+    chunk_tiles = max(1, -(-B * tiles // aimed))  # as plan_chunks has it
+    waves = B * -(-tiles // chunk_tiles) * heads / slots
+    assert 0.9 < waves / math.ceil(waves) <= 1.0
+
+
+def test_short_sequences_get_one_tile_a_program_and_long_batches_one_chunk_a_sequence():
+    assert chunks_aimed_at(1, 8, 4, 396) >= 4
+    assert -(-2000 * 20 // chunks_aimed_at(2000, 8, 20, 396)) >= 20
