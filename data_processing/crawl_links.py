@@ -67,8 +67,11 @@ def read_links(page: Page, drop_parameters: tuple[str, ...] = TRACKING_PARAMETER
 
 
 def _find_elements(text: str) -> _Found:
-    """Walk the tree once: a collection of resiliparse 2.0 evaluates its selector anew for each index, which is
-    quadratic (an index page of 2.6 MB had not ended after five minutes)."""
+    """The elements that matter, by one walk of the tree.
+
+    A collection of resiliparse 2.0 evaluates its selector anew for each index, which is quadratic: an index page of
+    2.6 MB had not ended after five minutes.
+    """
     found = _Found()
     text = cut_long_tags(text)
     if nesting_depth(text) > MAX_DEPTH:
@@ -87,9 +90,10 @@ def _find_elements(text: str) -> _Found:
         elif tag == "base" and node.getattr("href"):
             found.bases.append(node.getattr("href"))
 
-    root = tree_class.parse(text).document.document_element
-    if root is not None:
-        traverse(root, visit, elements_only=True)
+    tree = tree_class.parse(text)
+    for part in (tree.head, tree.body):
+        if part is not None:
+            traverse(part, visit, elements_only=True)
     return found
 
 
