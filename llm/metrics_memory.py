@@ -37,14 +37,18 @@ class LiveTensorBytes(TorchDispatchMode):
         nbytes = storage.nbytes()
 
         def freed(_: Any) -> None:
-            self.bytes -= self.elastic.pop(key, nbytes)
+            self.change(key, -self.elastic.pop(key, nbytes))
             del self.alive[key]
 
         self.alive[key] = weakref.ref(storage, freed)
         if nbytes == 0:
             self.elastic[key] = 0
-        self.bytes += nbytes
+        self.change(key, nbytes)
         self.peak_bytes = max(self.peak_bytes, self.bytes)
+
+    def change(self, key: int, nbytes: int) -> None:
+        """A storage came, went or changed its size, by so many bytes."""
+        self.bytes += nbytes
 
     def look_again(self) -> None:
         """Bring the sum up to date with the storages that may have changed their size."""
@@ -52,7 +56,7 @@ class LiveTensorBytes(TorchDispatchMode):
             storage = self.alive[key]()
             if storage is not None and storage.nbytes() != before:
                 self.elastic[key] = storage.nbytes()
-                self.bytes += storage.nbytes() - before
+                self.change(key, storage.nbytes() - before)
         self.peak_bytes = max(self.peak_bytes, self.bytes)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

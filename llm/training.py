@@ -20,6 +20,7 @@ from llm.evaluation import Evaluation, evaluate_sums
 from llm.training_communication import OTHER
 from llm.training_measure import FirstSteps, log_step, predict
 from llm.training_output import TrainingProgress, print_finish, print_start, write_sample
+from llm.training_profile import StepProfiler
 from llm.training_setup import Trainer, set_up
 from llm.training_signals import StopSignals
 from parallel.collectives import all_reduce_sum
@@ -49,16 +50,17 @@ def run_steps(trainer: Trainer, signals: StopSignals) -> str:
     config = trainer.config
     first_steps = FirstSteps(trainer)
     trainer.throughput.resume()
-    with TrainingProgress(trainer) as progress:
+    with TrainingProgress(trainer) as progress, StepProfiler(trainer) as profiler:
         while trainer.step < config.max_steps:
             wants_stop = signals.requested is not None or trainer.out_of_time()
-            with first_steps.measured():
+            with first_steps.measured(), profiler.step():
                 result = trainer.training_step.run(trainer.step, trainer.micro_batches(), wants_stop)
             if result is None:
                 trainer.save()
                 return "stopped"
-            trainer.count(result)
+            trainer.count()
             first_steps.count()
+            profiler.count()
             last = trainer.step == config.max_steps
             if trainer.step % config.log_every == 0 or last:
                 progress.show(log_step(trainer, result))

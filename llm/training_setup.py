@@ -43,6 +43,7 @@ class Trainer:
     loader: BatchLoader
     validation: ValidationSet
     model: Transformer
+    loss: torch.nn.Module
     optimizer: MixedOptimizer
     training_step: TrainingStep
     run_dir: RunDir
@@ -52,7 +53,6 @@ class Trainer:
     sharding: Sharding | None = None  # the strategy under which ranks hold parts of parameters, if there is one
     step: int = 0  # optimizer steps done
     tokens_seen: int = 0  # of all ranks, padding and ignored targets included
-    skipped_steps: int = 0
     peak_bytes: int = 0  # of memory, so far
     started_s: float = field(default_factory=time.perf_counter)
 
@@ -73,9 +73,14 @@ class Trainer:
         limit = self.config.max_time_s
         return limit is not None and time.perf_counter() - self.started_s > limit
 
-    def count(self, result: StepResult) -> None:
+    @property
+    def skipped_steps(self) -> int:
+        """Steps of this process whose gradient was not finite; waits for the last one."""
+        self.training_step.settle()
+        return self.training_step.skipped_steps
+
+    def count(self) -> None:
         self.step += 1
-        self.skipped_steps += result.skipped
         self.tokens_seen += self.config.global_batch_tokens
         self.throughput.add_step(self.config.global_batch_tokens)
         self.communication.steps += 1
@@ -92,6 +97,7 @@ class Trainer:
     def save(self) -> None:
         """All ranks together write a checkpoint of this step."""
         config, mesh = self.config, self.mesh
+        self.training_step.settle()
         with self.off_the_clock():
             state = {
                 "tokens_seen": self.tokens_seen,
@@ -139,7 +145,8 @@ def set_up(config: TrainConfig, mesh: Mesh) -> Trainer:
     loader, validation = open_data(config, tokenizer, mesh)
     parts = build_model(config, mesh)
     config.compile = parts.compile
-    forward_loss = make_forward_loss(parts.model, make_loss(config.kernels, config.z_loss), config.compile)
+    loss = make_loss(config.kernels, config.z_loss)
+    forward_loss = make_forward_loss(parts.model, loss, config.compile)
     run_dir = RunDir(f"{config.runs_dir}/{config.name}")
     trainer = Trainer(
         config=config,
@@ -149,6 +156,7 @@ def set_up(config: TrainConfig, mesh: Mesh) -> Trainer:
         loader=loader,
         validation=validation,
         model=parts.model,
+        loss=loss,
         optimizer=parts.optimizer,
         training_step=TrainingStep(config, mesh, parts, forward_loss),
         run_dir=run_dir,
