@@ -12,8 +12,10 @@ import numpy as np
 
 from configs.errors import missing_extra
 from data_processing.build_corpus_engine import AHEAD, in_order
+from data_processing.deduplicate_near import buckets
 
 ROWS_A_BLOCK = 200_000  # (key, index) rows of a Ray Data block
+PARTITIONS_A_WORKER = 2
 
 
 def import_ray():
@@ -26,10 +28,11 @@ def import_ray():
     return ray
 
 
-def _members(group: dict[str, np.ndarray]) -> dict[str, list]:
-    """One row with a bucket's document indices; no row for a bucket of one."""
-    index = np.sort(group["index"])
-    return {"members": [index] if index.size > 1 else []}
+def _members(partition: dict[str, np.ndarray]) -> dict[str, list]:
+    """A row for every key that occurs twice or more in a partition, with the indices of its documents."""
+    index = partition["index"]
+    order = np.argsort(index, kind="stable")
+    return {"members": [index[order][group] for group in buckets(partition["key"][order])]}
 
 
 class RayEngine:
@@ -55,13 +58,17 @@ class RayEngine:
         flat, index = keys.ravel().view(np.int64), np.repeat(np.arange(count, dtype=np.int64), bands)
         if not flat.size:
             return
-        parts = range(0, flat.size, ROWS_A_BLOCK)
-        blocks = [{"key": flat[i : i + ROWS_A_BLOCK], "index": index[i : i + ROWS_A_BLOCK]} for i in parts]
         import pyarrow
 
-        rows = self.ray.data.from_arrow([pyarrow.table(block) for block in blocks])
-        grouped = rows.groupby("key").map_groups(_members, batch_format="numpy")
-        for row in grouped.iter_rows():
+        partitions = PARTITIONS_A_WORKER * self.workers
+        columns = {"key": flat, "index": index, "partition": (keys.ravel() % np.uint64(partitions)).astype(np.int64)}
+        parts = [
+            pyarrow.table({name: column[start : start + ROWS_A_BLOCK] for name, column in columns.items()})
+            for start in range(0, flat.size, ROWS_A_BLOCK)
+        ]
+        # Equal keys meet in one partition; within it NumPy groups them, since a Ray group a key costs a millisecond.
+        shuffled = self.ray.data.from_arrow(parts).groupby("partition", num_partitions=partitions)
+        for row in shuffled.map_groups(_members, batch_format="numpy").iter_rows():
             yield np.asarray(row["members"], dtype=np.int64)
 
 

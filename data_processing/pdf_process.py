@@ -18,7 +18,11 @@ from data_processing.stage import MappingStage
 
 MAGIC, MAGIC_WINDOW = b"%PDF-", 1024  # readers accept junk before the header within its first kilobyte
 # A word cut at a line end: "exam-\nple". Kept: what a digit or capital follows ("pre-\n1900", "Jean-\nPaul").
-HYPHEN = re.compile(r"(?<=[^\W\d_])[-\u00ad\u2010\ufffe\x02]\n[ \t]*(?=[a-z\u00df-\u00f6\u00f8-\u00ff])")
+SMALL = "a-z\u00df-\u00f6\u00f8-\u00ff"
+HYPHEN = re.compile(rf"(?<=[^\W\d_])[-\u00ad\u2010]\n[ \t]*(?=[{SMALL}])")
+# pdfium puts one of these for a hyphen and its line end.
+PDFIUM_HYPHEN = re.compile(rf"(?<=[^\W\d_])[\x02\ufffe]\n?[ \t]*(?=[{SMALL}])")
+PDFIUM_MARKS = re.compile("[\x02\ufffe]")
 REFERENCES = re.compile(
     r"^[ \t]{0,8}(?:\d{1,2}\.?[ \t]+|[IVX]{1,5}\.[ \t]+)?"
     r"(?:references(?: cited)?|bibliography|works cited|literature cited|reference list)[ \t]*:?[ \t]*$",
@@ -31,7 +35,8 @@ AFTER_REFERENCES = re.compile(
 )
 YEAR = re.compile(r"\b(?:1[6-9]|20)\d\d\b")
 YEARS_WITHIN, MIN_YEARS = 3_000, 3
-MAX_CUT_SHARE = 0.4  # what is longer is no reference list
+MAX_HEADINGS = 50  # the last ones are looked at
+MAX_CUT_SHARE = 0.3  # what is longer is no reference list
 PAGE_NUMBER = re.compile(r"^\W{0,3}(?:page\s{1,3})?\d{1,4}(?:\s{0,3}(?:/|of)\s{0,3}\d{1,4})?\W{0,3}$", re.IGNORECASE)
 DIGITS = re.compile(r"\d+")
 
@@ -143,7 +148,7 @@ def drop_running_heads(pages: list[str]) -> list[str]:
 
 def dehyphenate(text: str) -> str:
     """Words cut at line ends, whole again; a hyphen before a capital or a digit stays."""
-    return HYPHEN.sub("", text)
+    return PDFIUM_MARKS.sub("-", HYPHEN.sub("", PDFIUM_HYPHEN.sub("", text)))
 
 
 def cut_references(text: str) -> str:
@@ -152,7 +157,9 @@ def cut_references(text: str) -> str:
     The heading counts when years follow it as they do in a list of works, so that a chapter named so stays.
     """
     headings = [found for found in REFERENCES.finditer(text) if found.start() >= 0.4 * len(text)]
-    headings = [h for h in headings if len(YEAR.findall(text, h.end(), h.end() + YEARS_WITHIN)) >= MIN_YEARS]
+    headings = [
+        h for h in headings[-MAX_HEADINGS:] if len(YEAR.findall(text, h.end(), h.end() + YEARS_WITHIN)) >= MIN_YEARS
+    ]
     if not headings:
         return text
     start = headings[-1].start()
@@ -170,8 +177,7 @@ def extract_pdf(data: bytes, config: PdfProcessConfig | None = None) -> Extracte
     if config.drop_running_heads:
         pages = drop_running_heads(pages)
     text = "\n".join(pages)
-    if config.dehyphenate:
-        text = dehyphenate(text)
+    text = dehyphenate(text) if config.dehyphenate else PDFIUM_MARKS.sub("-", text)
     if config.cut_references:
         text = cut_references(text)
     return ExtractedPdf(text, " ".join(title.split()), count, reader, problem)

@@ -105,7 +105,7 @@ class WarcSource:
         """One archive's documents; each is held back until the next record shows that it was not the cut one."""
         warc = import_warc()
         wanted = warc.WarcRecordType.response | warc.WarcRecordType.resource | warc.WarcRecordType.conversion
-        held, start, known = None, 0, self.counts["truncated_record"]
+        held, start, known, broken = None, 0, self.counts["truncated_record"], ""
         try:
             with open(path, "rb") as file:
                 for record in warc.ArchiveIterator(file, record_types=wanted, parse_http=True, auto_decode="none"):
@@ -114,11 +114,13 @@ class WarcSource:
                         yield held
                     held = self._document(record, f"{path}:{start}", f"{name}:{start}")
         except (OSError, EOFError, ValueError) as error:  # what fastwarc raises for broken compressed data
-            self.quarantine.add(f"{path}:{start}", "broken_archive", str(error)[:200])
+            broken = str(error)[:200]
         cut = find_cut(path, start)
         if cut and self.counts["truncated_record"] == known:
             what = "this record" if cut == "this" else "a record after this"
             self.quarantine.add(f"{path}:{start}", "truncated_record", f"the archive ends within {what}")
+        elif broken and not cut:
+            self.quarantine.add(f"{path}:{start}", "broken_archive", broken)
         if cut == "this":
             held = None
         if held is not None:
