@@ -117,9 +117,9 @@ def test_redirects_are_items_of_their_own(web, tmp_path):
         "/loop": to("/loop"),
     }
     web.routes |= {f"/chain{n}": to(f"/chain{n + 1}") for n in range(20)}
-    stats = run(web, tmp_path, max_depth=1)
+    stats = run(web, tmp_path, max_depth=1, fetch={"cache_days": 0.0})
     assert stats["outcomes"] == {"redirect": 8, "kept": 2, "redirect_outside": 1, "too_many_redirects": 1}
-    assert web.paths().count("/new") == 1 and "/chain6" not in web.paths()
+    assert len(web.paths()) == len(set(web.paths())) and "/chain6" not in web.paths()
 
 
 def test_pages_that_do_not_want_to_be_kept_or_followed(web, tmp_path):
