@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint8": 1}
 BUCKET_ALIGNMENT = 64  # elements, of each parameter in a ZeRO-1 bucket and of each rank's part of it
+MANY_BUCKETS, LARGE_BUCKET_BYTES = 16, 128 * 2**20  # of ZeRO-1: fewer and larger ones for a large model
 SLOT_ALIGNMENT = 16  # bytes, of a rank's part of an FSDP gather
 
 
@@ -172,9 +173,10 @@ def zero1_messages(params: list[Param], layout: DataLayout) -> Iterator[Message]
 def zero1_buckets(params: list[Param], layout: DataLayout) -> list[list[Param]]:
     """Last parameters first; a bucket closes before it would grow beyond its bytes, or where the dtype changes."""
     buckets: list[list[Param]] = []
-    filled = 0
+    filled, total = 0, sum(param.nbytes for param in params)
+    usual = max(layout.bucket_bytes, min(total // MANY_BUCKETS, LARGE_BUCKET_BYTES))
     for param in reversed(params):
-        bound = layout.bucket_bytes
+        bound = usual
         if len(buckets) <= 1:
             bound = min(bound, layout.first_bucket_bytes)
         if not buckets or filled + param.nbytes > bound or param.dtype != buckets[-1][0].dtype:
@@ -203,7 +205,7 @@ def fsdp_messages(params: list[Param], layout: DataLayout) -> Iterator[Message]:
             for unit in [root, *blocks]:
                 yield from gather_message(unit, layout, "forward", micro_batch)
         for unit in [*reversed(blocks), root]:
-            if layout.zero == 3 and unit is not root:
+            if layout.zero == 3 and unit is not root and unit is not blocks[-1]:  # that one is still there
                 yield from gather_message(unit, layout, "backward", micro_batch)
             if last or layout.reduce_each_micro_batch:
                 yield from reduce_message(unit, layout, micro_batch)

@@ -1,9 +1,10 @@
 """ZeRO-2 and ZeRO-3 as per-parameter dim-0 shards (after PyTorch's FSDP2; Rajbhandari et al. 2020, Zhao et al. 2023).
 
 Each block is a unit, and what lies in no block is the root unit. A unit is gathered before its forward, freed after it
-(ZeRO-3) or kept until its backward is over (ZeRO-2), gathered again for backward, and its gradients are
-reduce-scattered when backward has made the last of them. While one unit computes, the next one is gathered and the
-last one's gradients are reduced. Sums, not means: each rank's loss is divided by the targets of the global batch.
+(ZeRO-3; not the last block, with which backward begins) or kept until its backward is over (ZeRO-2), gathered again for
+backward, and its gradients are reduce-scattered when backward has made the last of them. While one unit computes, the
+next one is gathered and the last one's gradients are reduced. Sums, not means: each rank's loss is divided by the
+targets of the global batch.
 """
 
 from collections.abc import Callable, Iterator
@@ -59,6 +60,7 @@ class Fsdp:
         self.parameters = [shard.local for shard in self.shards if shard.local.numel()]
         self.is_last = True
         self.is_open = False  # a micro-batch is under way
+        self.keeps = not settings.reshard_after_forward
         self.is_pinned = False  # inside `gathered`
         self.reducing: tuple[FsdpUnit, bool] | None = None  # and whether this was the last micro-batch
         self.replicating: list[Any] = []
@@ -105,7 +107,8 @@ class Fsdp:
         unit = self.units[index]
         if unit.in_backward:
             return
-        if not self.is_pinned and (self.settings.reshard_after_forward or not torch.is_grad_enabled()):
+        is_needed_next = index == len(self.units) - 1  # backward begins with the last one
+        if not self.is_pinned and not (torch.is_grad_enabled() and (is_needed_next or self.keeps)):
             unit.reshard()
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -142,7 +145,7 @@ class Fsdp:
                 self.reducing = (unit, self.is_last)
             else:
                 unit.partial = unit.take_gradients(unit.partial, unit.master.dtype)
-        if self.is_last or self.settings.reshard_after_forward:
+        if self.is_last or not self.keeps:
             unit.reshard()
 
     def finish_reduce(self) -> None:
@@ -150,7 +153,7 @@ class Fsdp:
             return
         (unit, was_last), self.reducing = self.reducing, None
         unit.finish_reduce()
-        if was_last and self.mesh.is_active(self.settings.replicate_axis):
+        if was_last and self.mesh.size(self.settings.replicate_axis) > 1:
             self.replicating.append(unit.start_replicate(self.settings.replicate_axis))
 
     def close_micro_batch(self) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from configs.errors import check_positive
 from parallel.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
-from parallel.collectives_pending import Pending
+from parallel.collectives_pending import Pending, wait_all
 from parallel.ddp import broadcast_parameters, check_unchanged, describe
 from parallel.mesh import Mesh
 from parallel.sharded_checkpoint_pieces import Piece, whole
@@ -23,7 +23,7 @@ from parallel.sharded_optimizer_buckets import Bucket, plan_buckets
 from parallel.sharded_optimizer_matrices import share_matrices
 from parallel.sharded_optimizer_shards import agree_on_gradients, gather_full, sharded_norm, use_shards
 
-MAX_STAGES = 8  # of a step, each an update and the gathers that go beside the next one
+MAX_STAGES = 4  # of a step, each an update and the gathers that go beside the next one
 
 
 class GroupOptimizer(Protocol):
@@ -31,6 +31,7 @@ class GroupOptimizer(Protocol):
 
     param_groups: list[dict[str, Any]]
     state: dict[Tensor, dict[str, Tensor]]
+    counted: list[Tensor]  # what the last step counted, for `uncount`
 
     def update(self, group: dict[str, Any], gradient_scale: Tensor | None = None) -> None: ...
 
@@ -107,9 +108,13 @@ class Zero1:
         while len(self.pending) > 1:  # two buffers at a time; the older transfer has had a bucket's backward for itself
             self.receive(*self.pending.pop(0))
         dtype = self.settings.reduce_dtype or bucket.plan.dtype
-        flat = torch.zeros(bucket.plan.numel, dtype=dtype, device=bucket.flat.device)
-        filled = [(view, param) for view, param in zip(bucket.views(flat), bucket.params, strict=True)]
-        filled = [(view, param.grad) for view, param in filled if param.grad is not None]
+        flat = torch.empty(bucket.plan.numel, dtype=dtype, device=bucket.flat.device)  # its gaps are nobody's
+        filled = []
+        for view, param in zip(bucket.views(flat), bucket.params, strict=True):
+            if param.grad is None:
+                view.zero_()
+            else:
+                filled.append((view, param.grad))
         if filled:
             views, gradients = (list(tensors) for tensors in zip(*filled, strict=True))
             torch._foreach_copy_(views, gradients)
@@ -121,7 +126,7 @@ class Zero1:
     def receive(self, bucket: Bucket, pending: Pending) -> None:
         bucket.own_gradient = pending.wait().to(bucket.plan.dtype)  # (share,)
         replicas = self.settings.replicate_axis
-        if self.mesh.is_active(replicas):
+        if self.mesh.size(replicas) > 1:
             self.replicating.append(start_all_reduce(bucket.own_gradient, self.mesh, replicas, stream="reduce"))
 
     @torch.no_grad()
@@ -135,8 +140,7 @@ class Zero1:
         agree_on_gradients(self.shards, [present[shard.name] for shard in self.shards], self.mesh, axes)
         for bucket, pending in self.pending:
             self.receive(bucket, pending)
-        for pending in self.replicating:
-            pending.wait()
+        wait_all(self.replicating)
         self.pending, self.replicating, self.sending = [], [], False
         for bucket in self.buckets:
             for shard, place in zip(bucket.shards, bucket.own_places, strict=True):
@@ -191,6 +195,7 @@ class ShardedOptimizer:
 
     def __init__(self, optimizer: GroupOptimizer, strategy: Zero1):
         self.optimizer, self.strategy = optimizer, strategy
+        self.stages = [(buckets, self.members(buckets)) for buckets in stages(strategy.buckets)]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -201,9 +206,13 @@ class ShardedOptimizer:
         return self.optimizer.state
 
     @property
-    def kernel(self) -> Any:
-        """That of a fused update, which then takes the factor of clipping too; else None."""
-        return getattr(self.optimizer, "kernel", None)
+    def skips_nan(self) -> bool:
+        """Whether a gradient_scale of nan makes a step update nothing, as with the optimizer inside."""
+        return getattr(self.optimizer, "skips_nan", False)
+
+    def uncount(self) -> None:
+        """Take the last step out of the counts: it turned out to have updated nothing."""
+        self.optimizer.uncount()
 
     @torch.no_grad()
     def step(self, gradient_scale: Tensor | None = None) -> None:
@@ -211,25 +220,29 @@ class ShardedOptimizer:
 
         Gradients count `gradient_scale` times (a scalar on their device).
         """
-        elementwise = []
+        self.optimizer.counted = []
         for group in self.optimizer.param_groups:
             if "matrices" in group:  # an exchange over all ranks, whatever lies in which bucket
                 self.optimizer.update(group, gradient_scale)
-            else:
-                elementwise.append(group)
         mesh, axis = self.strategy.mesh, self.strategy.axis
         pending = []
-        for buckets in stages(self.strategy.buckets):
-            own = {id(shard.local) for bucket in buckets for shard in bucket.shards}
-            for group in elementwise:
-                params = [param for param in group["params"] if id(param) in own]
-                if params:
-                    self.optimizer.update(group | {"params": params}, gradient_scale)
+        for buckets, members in self.stages:
+            for index, params in members.items():
+                self.optimizer.update(self.optimizer.param_groups[index] | {"params": params}, gradient_scale)
             for bucket in buckets:
                 if any(shard.has_gradient for shard in bucket.shards):
                     pending.append(start_all_gather(bucket.own, mesh, axis, out=bucket.flat, stream="gather"))
-        for gather in pending:
-            gather.wait()
+        wait_all(pending)
+
+    def members(self, buckets: list[Bucket]) -> dict[int, list[Tensor]]:
+        """Of each group that is updated element by element, by its place: the parameters that lie in the buckets."""
+        own = {id(shard.local) for bucket in buckets for shard in bucket.shards}
+        found = {
+            index: [param for param in group["params"] if id(param) in own]
+            for index, group in enumerate(self.optimizer.param_groups)
+            if "matrices" not in group
+        }
+        return {index: params for index, params in found.items() if params}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the shards' gradients; the full ones went when they were sent."""

@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from parallel.sharded_optimizer_shards import Shard
 
 ALIGNMENT = 64  # elements: 128 bytes of bfloat16
+# Each bucket costs the host two collectives, the second when it has little else to do: a large model gets larger
+# buckets than asked for, as long as two of them in flight stay small.
+MANY_BUCKETS, LARGE_BUCKET_BYTES = 16, 128 * 2**20
 
 
 @dataclass(frozen=True)
@@ -32,9 +35,12 @@ def plan_buckets(
 ) -> list[BucketPlan]:
     """Cut parameters, in the order given, into buckets of about `bucket_bytes`; one larger than that has its own.
 
-    Give them in the order in which their gradients are ready (reverse of registration). A small first bucket starts
-    communication early.
+    Where that would make many, buckets are larger, up to LARGE_BUCKET_BYTES. Give parameters in the order in which
+    their gradients are ready (reverse of registration). A small first bucket starts communication early.
     """
+    named = list(named)
+    total = sum(param.numel() * param.element_size() for _, param in named)
+    bucket_bytes = max(bucket_bytes, min(total // MANY_BUCKETS, LARGE_BUCKET_BYTES))
     plans: list[BucketPlan] = []
     entries: list[tuple[str, Tensor]] = []
     filled, limit = 0, bucket_bytes if first_bucket_bytes is None else min(first_bucket_bytes, bucket_bytes)

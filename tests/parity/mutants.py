@@ -71,8 +71,8 @@ MUTANTS = [
     # The step: what is counted, what is summed, what is clipped.
     Mutant("mean of means over ranks", f"{STEP}.agree", "int(num_targets.sum())", "own[0] * len(counts)"),
     Mutant(
-        "mean of means over micro-batches", f"{STEP}.accumulate_gradients", "max(num_targets, 1)",
-        "max(batch.num_targets * len(micro_batches) * self.mesh.size('dp'), 1)", accumulation=3,
+        "mean of means over micro-batches", f"{STEP}.forward_backward", "max(num_targets, 1)",
+        "max(3 * batch.num_targets * self.mesh.size('dp'), 1)", accumulation=3,
     ),
     Mutant("padded tokens counted", f"{STEP}.agree", "batch.num_targets for", "batch.targets.numel() for"),
     Mutant(
@@ -80,10 +80,10 @@ MUTANTS = [
         "batch = batch.to(device); self.optimizer.zero_grad(set_to_none=True)", "dp=1", accumulation=3,
     ),
     Mutant(
-        "gradients of the last micro-batch alone", f"{STEP}.accumulate_gradients", "/ max(num_targets, 1)",
-        "* (index == len(micro_batches) - 1) / max(num_targets, 1)", accumulation=3,
+        "gradients of the last micro-batch alone", f"{STEP}.accumulate_gradients", "in enumerate(micro_batches)",
+        "in list(enumerate(micro_batches))[-1:]", accumulation=3,
     ),
-    Mutant("not divided by the targets", f"{STEP}.accumulate_gradients", "/ max(num_targets, 1)", "/ 1"),
+    Mutant("not divided by the targets", f"{STEP}.forward_backward", "/ max(num_targets, 1)", "/ 1"),
     Mutant(
         "clipped before the ranks are summed", f"{STEP}.run", "self.strategy.finish_gradients()",
         "from llm.optimizer import scale_gradients as scale; "
@@ -97,12 +97,14 @@ MUTANTS = [
     Mutant("logged loss of one rank", "llm.training_step:StepResult.mean_losses", '"dp_cp")', '"tp")'),
     # DDP.
     Mutant("gradients never sent", f"{BUCKET}.launch", "start_all_reduce(self.sent, mesh, axis)", "Pending(self.sent)"),
-    Mutant("gradients averaged too", f"{BUCKET}.finish", "self.pending.wait()", "self.pending.wait().div_(2)"),
+    Mutant(
+        "gradients averaged too", f"{BUCKET}.finish", "if self.absent:", "self.buffer.div_(2)\n    if self.absent:"
+    ),
     Mutant(
         "gradients summed twice", f"{BUCKET}.launch", "start_all_reduce(self.sent, mesh, axis)",
         "start_all_reduce(start_all_reduce(self.sent, mesh, axis).wait(), mesh, axis)",
     ),
-    Mutant("the sum is lost", f"{BUCKET}.finish", "self.pending.wait()", "self.pending.wait(); self.buffer.zero_()"),
+    Mutant("the sum is lost", f"{BUCKET}.finish", "if self.absent:", "self.buffer.zero_()\n    if self.absent:"),
     Mutant("a gradient missing here is missing everywhere", f"{BUCKET}.finish", "counts[index] == 0", "True"),
     Mutant("a gradient missing everywhere is zero", f"{BUCKET}.finish", "counts[index] == 0", "False"),
     Mutant("an absent gradient is not zero", f"{BUCKET}.launch", "views[index].zero_()", "views[index].fill_(1.0)"),
@@ -169,7 +171,7 @@ MUTANTS = [
     ),
     Mutant(
         "fsdp: replicas drift apart", "parallel.fsdp:Fsdp.finish_reduce",
-        "self.mesh.is_active(self.settings.replicate_axis)", "False", "dp=4,dp_shard=2,zero=3",
+        "self.mesh.size(self.settings.replicate_axis) > 1", "False", "dp=4,dp_shard=2,zero=3",
     ),
     Mutant(
         "fsdp: rows of the wrong rank", "parallel.fsdp_units:add_blocks", "flat[blocks * place.block :]",
