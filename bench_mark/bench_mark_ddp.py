@@ -21,6 +21,7 @@ import torch
 
 from bench_mark.bench_mark_ddp_contestants import build, parse_variant
 from bench_mark.bench_mark_ddp_prediction import Predictor
+from bench_mark.bench_mark_ddp_profile import print_difference, profile_step
 from bench_mark.bench_mark_fsdp import check_losses, measure
 from bench_mark.bench_mark_fsdp_contestants import Contestant, Setup
 from bench_mark.bench_mark_model import SHAPES, load_model_config
@@ -96,6 +97,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--profile", action="store_true", help="three more steps of each under torch.profiler")
     parser.add_argument("--out", default=None)
     args = parser.parse_args()
     for name in args.variants.split(","):
@@ -133,6 +135,9 @@ def main() -> None:
     contestants = measure(setup, args.variants.split(","), args.steps, args.warmup, build)
     bare = [statistics.median(c.seconds) for c in contestants if c.name == "bare"]
     rows = [row_of(contestant, predictor, bare[0] if bare else None) for contestant in contestants]
+    if args.profile:
+        for row, contestant in zip(rows, contestants, strict=True):
+            row["profile"] = profile_step(contestant, mesh.device)
     known["loss_difference"] = check_losses(rows, work.dtype, mesh.world_size)
     if mesh.is_main:
         report(known, rows, args.out or f"bench_mark/results/ddp_{mesh.device.type}_{mesh.world_size}.json")
@@ -150,6 +155,10 @@ def report(known: dict[str, Any], rows: list[dict[str, Any]], path: str) -> None
     print(COLUMNS)
     for row in rows:
         print(show(row))
+    profiles = {row["variant"]: row["profile"] for row in rows if "profile" in row}
+    for name, profiled in profiles.items():
+        if "bare" in profiles and name != "bare":
+            print_difference(name, profiled, profiles["bare"])
     document = {"facts": known, "rows": rows}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_json_atomic(Path(path), document)

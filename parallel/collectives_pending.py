@@ -49,6 +49,23 @@ class Pending:
         return self.result
 
 
+def wait_all(pendings: list[Pending]) -> list[Any]:
+    """The results of several; on a GPU the whole wait counts as exposed once, under the last one's kind."""
+    if not pendings or pendings[0].call is None or pendings[0].call.events is None:
+        return [pending.wait() for pending in pendings]
+    stream = torch.cuda.current_stream(pendings[0].mesh.device)
+    exposed = cuda_events()
+    exposed[0].record(stream)
+    for pending in pendings:
+        stream.wait_event(pending.call.events[1])
+    exposed[1].record(stream)
+    nothing = (exposed[1], exposed[1])
+    for pending in pendings:
+        call, pending.call, pending.held = pending.call, None, None
+        pending.mesh.log.leave(call, exposed if pending is pendings[-1] else nothing)
+    return [pending.result for pending in pendings]
+
+
 def start(
     run: Callable[[bool], Any],
     result: Any,

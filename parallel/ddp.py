@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from configs.errors import UserError, check_choice
 from parallel.clipping import gradient_norm
 from parallel.collectives import all_reduce_sum, broadcast
+from parallel.collectives_pending import wait_all
 from parallel.ddp_buckets import Bucket, plan_buckets
 from parallel.mesh import Mesh
 
@@ -117,6 +118,7 @@ class DataParallel:
             return
         while self.next_bucket < len(self.buckets):  # with parameters that took no part, or no micro-batch here at all
             self.send_next()
+        wait_all([bucket.pending for bucket in self.buckets])
         for bucket in self.buckets:
             bucket.finish()
         self.next_bucket, self.sending = 0, True

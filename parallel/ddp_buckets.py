@@ -55,6 +55,7 @@ class Bucket:
         self.waiting = len(self.params)
         self.counts = [param.numel() for param in self.params]
         self.elements = sum(self.counts)
+        self.ones = torch.ones(len(self.params), dtype=self.params[0].dtype, device=self.params[0].device)
 
     @property
     def sent_bytes(self) -> int:
@@ -67,14 +68,14 @@ class Bucket:
         self.buffer = torch.empty(self.elements + len(self.params), dtype=first.dtype, device=first.device)
         pieces = self.buffer[: self.elements].split(self.counts)
         views = [piece.view(param.shape) for piece, param in zip(pieces, self.params, strict=True)]
-        flags = self.buffer[self.elements :].fill_(1.0)  # (parameters,)
+        flags = self.buffer[self.elements :]  # (parameters,)
         self.absent = [index for index, param in enumerate(self.params) if param.grad is None]
+        there = [(view, param.grad) for view, param in zip(views, self.params, strict=True) if param.grad is not None]
+        targets, sources = (list(tensors) for tensors in zip((flags, self.ones), *there, strict=True))
+        torch._foreach_copy_(targets, sources)
         for index in self.absent:
             views[index].zero_()
             flags[index] = 0.0
-        there = [index for index, param in enumerate(self.params) if param.grad is not None]
-        if there:
-            torch._foreach_copy_([views[index] for index in there], [self.params[index].grad for index in there])
         for param, view in zip(self.params, views, strict=True):
             param.grad = view
         self.sent = self.buffer.to(self.sent_dtype)
@@ -82,8 +83,7 @@ class Bucket:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait for the sum; a gradient that no rank had is None again. Reading that waits for the device."""
-        self.pending.wait()
+        """After the sum: a gradient that no rank had is None again. Reading that waits for the device."""
         if self.sent is not self.buffer:
             self.buffer.copy_(self.sent)
         if self.absent:
