@@ -23,7 +23,7 @@ from kernel.launch_cache import cached
 MIN_ROWS = 16  # of a tile of queries: the least that tl.dot takes
 MAX_ROWS = 64
 MIN_PAGE_SIZE = 16
-CHUNKS_MERGED_AT_ONCE = 16
+MERGED_AT_ONCE = 4096  # numbers of parts: 32 a thread, all asked for before the first is needed
 # The cost of a plan (chunks_aimed_at), set so that the order of the first sweep on an H200 comes out (docs/kernels.md).
 START_TILES, FEW_WAVES, LOST, MOST_WAVES = 2, 0.6, 0.35, 8
 
@@ -220,10 +220,14 @@ def run_decode(
     )  # fmt: skip
     cached(split_kernel).launch((side_by_side, items), args, constants, num_warps=config.warps)
     constants = dict(
-        WINDOW=call.window > 0, BLOCK_B=block_b, BLOCK_N=config.block_n, BLOCK_C=CHUNKS_MERGED_AT_ONCE, BLOCK_D=block_d
+        WINDOW=call.window > 0,
+        BLOCK_B=block_b,
+        BLOCK_N=config.block_n,
+        BLOCK_C=MERGED_AT_ONCE // block_d if q.is_cuda else 4,
+        BLOCK_D=block_d,
     )
     args = (cache.lens, parts, part_lse, out, lse, *numbers)
-    cached(merge_kernel).launch((T * H, B), args, constants, num_warps=2)
+    cached(merge_kernel).launch((T * H, B), args, constants, num_warps=4)
     return out, lse
 
 
