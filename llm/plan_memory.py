@@ -62,7 +62,8 @@ def rank_memory(work: Workload, params: list[Param], layout: DataLayout, checkpo
     gradients = GradientBytes(params, layout, state)
     all_gathered = state.gathered_root + sum(state.gathered_blocks)
     one_gathered = state.gathered_root + max(state.gathered_blocks, default=0) + state.gather_message
-    kept_gathered = all_gathered if layout.zero == 2 else state.gathered_root
+    # Under ZeRO-3 the last block stays for the beginning of backward.
+    kept_gathered = all_gathered if layout.zero == 2 else state.gathered_root + sum(state.gathered_blocks[-1:])
     held = base + state.waiting
     backward = block_backward_bytes(work) + (block - kept) + gradients.of_block
     phases = {

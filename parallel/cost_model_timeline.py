@@ -139,24 +139,21 @@ def bucket_program(messages: list[Message], compute: Compute, limit: int) -> Ite
 
 
 def fsdp_backward_program(messages: list[Message], compute: Compute) -> Iterator[Instruction]:
-    """Gathers one unit ahead of backward, a unit's reductions after it, one reduce-scatter in flight."""
-    gathers = [message for message in messages if message.op == "all_gather"]  # the last block's first
+    """A block's backward starts the gather of the block before it; reductions follow it, one scatter in flight."""
+    gathers = {message.stage: message for message in messages if message.op == "all_gather"}
     reductions: dict[int, list[Message]] = defaultdict(list)
     for message in messages:
         if message.op != "all_gather":
             reductions[message.stage].append(message)
-    places = {message.stage: index for index, message in enumerate(gathers)}
-    started, in_flight = 0, []
+    started, in_flight, last_block = set(), [], len(compute.backward_s) - 2
     for stage in reversed(range(len(compute.backward_s))):
-        own = places.get(stage)
-        if own is not None:
-            while started < len(gathers) and started <= own:  # nobody started the first one ahead of time
-                yield Instruction("start", message=gathers[started])
-                started += 1
-            yield Instruction("wait", message=gathers[own])
-            if started < len(gathers):
-                yield Instruction("start", message=gathers[started])
-                started += 1
+        # Its own gather, if nobody started it ahead of time, and then the next one's.
+        for wanted in (stage, *([stage - 1] if stage <= last_block else [])):
+            if wanted in gathers and wanted not in started:
+                yield Instruction("start", message=gathers[wanted])
+                started.add(wanted)
+            if wanted == stage and stage in gathers:
+                yield Instruction("wait", message=gathers[stage])
         yield work(compute.backward_s[stage])
         for message in reductions[stage]:
             if message.op.startswith("reduce_scatter"):
