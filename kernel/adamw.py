@@ -78,7 +78,12 @@ def adamw_kernel(
     if ALIGNED:  # the host has looked at the addresses, and blocks begin at multiples of BLOCK
         param_ptr, gradient_ptr = tl.multiple_of(param_ptr, 16), tl.multiple_of(gradient_ptr, 16)
         m_ptr, v_ptr = tl.multiple_of(m_ptr, 16), tl.multiple_of(v_ptr, 16)
-    scale = tl.load(scale_ptr) if HAS_SCALE else 1.0
+    if HAS_SCALE:
+        scale = tl.load(scale_ptr)
+        if scale != scale:  # not a number: the caller's way to say, on the device, that nothing is to be updated
+            left = tl.zeros((), tl.int64)
+    else:
+        scale = 1.0
     # A mask whose bound is known to nobody would keep loads to one element, so whole blocks go without one.
     if left >= BLOCK:
         update_block(
@@ -129,7 +134,7 @@ class FusedAdamW:
         rates: AdamWRates,
         scale: Tensor | None = None,
     ) -> None:
-        """One update in place of parameters by gradients (times `scale`, a float32 scalar on the device).
+        """One update in place of parameters by gradients times `scale`, a float32 scalar on the device; nan: no update.
 
         Parameters share one dtype, gradients one dtype; moments (exp_avg, exp_avg_sq) are float32; all contiguous.
         Raises UserError for tensors that the kernel does not take.

@@ -88,10 +88,25 @@ class MixedOptimizer(Optimizer):
         for group in self.param_groups:
             group.setdefault("base_lr", group["lr"])
         self.kernel = make_kernel() if fused else None
+        self.counted: list[Tensor] = []  # parameters of the fused groups that the last step counted
+
+    @property
+    def skips_nan(self) -> bool:
+        """Whether a gradient_scale of nan makes a step update nothing: all groups go through the kernel."""
+        return self.kernel is not None and all(group["algorithm"] == "adamw" for group in self.param_groups)
+
+    def uncount(self) -> None:
+        """Take the last step out of the counts: it turned out to have updated nothing."""
+        for param in self.counted:
+            self.state[param]["step"] -= 1
+            if self.state[param]["step"] == 0:
+                del self.state[param]
+        self.counted = []
 
     @torch.no_grad()
     def step(self, gradient_scale: Tensor | None = None) -> None:
         """Update all parameters; gradients count `gradient_scale` (a scalar on their device) times."""
+        self.counted = []
         for group in self.param_groups:
             self.update(group, gradient_scale)
 
@@ -99,7 +114,7 @@ class MixedOptimizer(Optimizer):
     def update(self, group: dict[str, Any], gradient_scale: Tensor | None = None) -> None:
         """The step of one group, or of a copy of it with only some of its parameters."""
         if self.kernel is not None and group["algorithm"] == "adamw":
-            fused_adamw_step(group, self.state, self.kernel, gradient_scale)
+            self.counted += fused_adamw_step(group, self.state, self.kernel, gradient_scale)
             return
         gradients = [param.grad for param in group["params"] if param.grad is not None]
         if gradient_scale is not None and gradients:
@@ -205,9 +220,13 @@ def set_learning_rate(optimizer: Optimizer, factor: float) -> None:
 
 
 def clipped_step(optimizer: Any, params: Iterable[Tensor], norm: Tensor, max_norm: float | None) -> None:
-    """optimizer.step() with gradients scaled by min(1, max_norm / norm), inside the update where it is fused."""
-    if max_norm is not None and getattr(optimizer, "kernel", None) is not None:
-        optimizer.step((max_norm / (norm + 1e-6)).clamp(max=1.0).float())
+    """optimizer.step() with gradients scaled by min(1, max_norm / norm), inside the update where it is fused.
+
+    A fused update of all parameters changes nothing when the norm is not finite; others must not be asked to.
+    """
+    if getattr(optimizer, "skips_nan", False):
+        factor = torch.ones_like(norm) if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        optimizer.step(torch.where(norm.isfinite(), factor, torch.nan).float())
         return
     if max_norm is not None:
         scale_gradients(params, norm, max_norm)

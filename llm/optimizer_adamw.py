@@ -56,17 +56,22 @@ def count_step(group: dict[str, Any], state: dict[Tensor, dict[str, Tensor]]) ->
 
 def fused_adamw_step(
     group: dict[str, Any], state: dict[Tensor, dict[str, Tensor]], kernel: Any, gradient_scale: Tensor | None
-) -> None:
-    """The same update by kernel.adamw.FusedAdamW: one launch for all parameters of one dtype and count of steps."""
+) -> list[Tensor]:
+    """The same update by kernel.adamw.FusedAdamW: one launch for all parameters of one dtype and count of steps.
+
+    Returns the parameters that it counted a step for.
+    """
     from kernel.adamw import AdamWRates
 
     alike: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
-    for param in count_step(group, state):
+    counted = count_step(group, state)
+    for param in counted:
         alike[param.dtype, param.grad.dtype, int(state[param]["step"].item())].append(param)
     for (_, _, step), params in alike.items():
         moments = tuple([state[param][key] for param in params] for key in ("exp_avg", "exp_avg_sq"))
         rates = AdamWRates(group["lr"], *group["betas"], group["eps"], group["weight_decay"], step)
         kernel.update(params, [param.grad for param in params], moments, rates, gradient_scale)
+    return counted
 
 
 def adamw_update(tensors: list[list[Tensor]], steps: list[float], group: dict[str, Any]) -> None:

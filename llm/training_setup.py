@@ -24,7 +24,7 @@ from llm.optimizer import MixedOptimizer
 from llm.parallelize import Parallelized, make_forward_loss, parallelize
 from llm.training_communication import OTHER, STEP, Communication
 from llm.training_record import Record
-from llm.training_step import StepResult, TrainingStep, rows_of_rank
+from llm.training_step import TrainingStep, rows_of_rank
 from llm.transformer import Transformer
 from llm.transformer_init import initialise, transformer_on_meta
 from llm.transformer_kernels import make_loss

@@ -5,7 +5,6 @@ before the first forward pass, so each rank's gradients are already shares of th
 ranks and micro-batches and never averaged.
 """
 
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from llm.optimizer import clipped_step, set_learning_rate
 from llm.parallelize import Parallelized
 from llm.schedule import learning_rate_factor
 from llm.training_graph import GraphedMicroBatch, check_graph
+from llm.training_norm import NormReading
 from parallel.collectives import all_gather, all_reduce_sum
 from parallel.mesh import Mesh
 
@@ -33,9 +33,17 @@ class StepResult:
     loss_sum: torch.Tensor  # this rank's share, over target tokens, without the z-loss
     z_loss_sum: torch.Tensor
     num_targets: int  # of the global batch
-    gradient_norm: float  # of the global batch, before clipping
+    norm: NormReading  # of the global batch's gradient, before clipping
     learning_rate: float
-    skipped: bool  # the gradient was not finite, nothing was updated
+
+    @property
+    def gradient_norm(self) -> float:
+        return self.norm.value
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the gradient was not finite, so that nothing was updated."""
+        return not self.norm.is_finite
 
     def mean_losses(self, mesh: Mesh) -> tuple[float, float]:
         """Loss and z-loss of the global batch, nats a target token; called by all ranks."""
@@ -56,7 +64,10 @@ class TrainingStep:
         if config.kernels.cuda_graph:
             check_graph(config, mesh)
             self.graphed = GraphedMicroBatch(forward_loss, parallelized.model.parameters(), self.autocast_dtype)
-        self.bad_steps = 0
+        self.bad_steps = self.skipped_steps = 0
+        # The fused update skips on the device what is not finite, so the host learns of it a step late and never waits.
+        self.defers = mesh.device.type == "cuda" and getattr(self.optimizer, "skips_nan", False)
+        self.unsettled: tuple[int, NormReading] | None = None
         # Entered around each part of a step, by name; llm/training_profile puts its own in while it runs.
         self.phase: Callable[[str], AbstractContextManager] = nullcontext
 
@@ -82,16 +93,27 @@ class TrainingStep:
             self.strategy.finish_gradients()
         with self.phase("gradient norm"):
             norm = self.strategy.gradient_norm()
-            finite = math.isfinite(norm.item())
+            reading = NormReading(norm)
         factor = learning_rate_factor(step, self.config.schedule, self.config.max_steps)
         set_learning_rate(self.optimizer, factor)
+        self.settle()  # the step before, whose norm has long been on its way
         with self.phase("optimizer"):
-            if finite:
+            if self.defers or reading.is_finite:
                 clipped_step(self.optimizer, self.strategy.parameters, norm, self.config.optimizer.clip_norm)
             self.optimizer.zero_grad(set_to_none=True)
-        self.count_bad_step(finite, step)
-        lr = self.config.optimizer.lr * factor
-        return StepResult(loss_sum, z_loss_sum, num_targets, norm.item(), lr, skipped=not finite)
+        self.unsettled = (step, reading)
+        if not self.defers:
+            self.settle()
+        return StepResult(loss_sum, z_loss_sum, num_targets, reading, self.config.optimizer.lr * factor)
+
+    def settle(self) -> None:
+        """Count the last step as done or skipped; waits for its norm. To be called before anything of it is kept."""
+        if self.unsettled is None:
+            return
+        (step, reading), self.unsettled = self.unsettled, None
+        if self.defers and not reading.is_finite:
+            self.optimizer.uncount()
+        self.count_bad_step(reading.is_finite, step)
 
     def accumulate_gradients(self, micro_batches: list[Batch], num_targets: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Forward and backward of each micro-batch; gradients add up to this rank's share of the global mean."""
@@ -120,6 +142,7 @@ class TrainingStep:
 
     def count_bad_step(self, finite: bool, step: int) -> None:
         self.bad_steps = 0 if finite else self.bad_steps + 1
+        self.skipped_steps += not finite
         if self.bad_steps >= MAX_BAD_STEPS:
             raise UserError(
                 f"the gradient was not finite for {self.bad_steps} steps up to step {step + 1}; "

@@ -112,3 +112,13 @@ def test_bad_input_is_one_line_before_the_launch(change, message):
     with pytest.raises(UserError, match=message) as error:
         FusedAdamW().update(params, gradients, (m, v), rates(1))
     assert "\n" not in str(error.value)
+
+
+def test_a_scale_of_nan_updates_nothing():
+    params, moments, draw = make(FP32, FP32)
+    before = [x.clone() for x in (*params, *moments[0], *moments[1])]
+    gradients = draw()
+    gradients[3][5] = float("inf")
+    FusedAdamW().update(params, gradients, tuple(moments), rates(1), torch.full((), float("nan"), device=DEVICE))
+    after = (*params, *moments[0], *moments[1])
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

@@ -11,16 +11,19 @@ import torch
 
 from configs.errors import UserError
 from configs.loader import compose_config
-from llm.args import KernelsConfig, ModelConfig, MoeConfig, TrainConfig
+from llm.args import DataConfig, KernelsConfig, ModelConfig, MoeConfig, TrainConfig
 from llm.cost_model_counts import Workload
 from llm.cost_model_memory import block_activation_bytes
 from llm.data_loader import Batch
 from llm.optimizer import OptimizerConfig, build_optimizer, clipped_step, gradient_norm
-from llm.parallelize import apply_compile, make_forward_loss
+from llm.parallelize import apply_compile, make_forward_loss, parallelize
+from llm.schedule import ScheduleConfig
 from llm.training_graph import GraphedMicroBatch
+from llm.training_step import TrainingStep
 from llm.transformer import Transformer
 from llm.transformer_init import initialise
 from llm.transformer_kernels import OPERATIONS, apply_kernels, make_loss
+from parallel.mesh import close_mesh, init_mesh
 from tests.kernel.fused_reference import DEVICE, INTERPRETED, relative_error
 from tests.tolerances import BF16_ROUNDING, FP32_FORWARD, FP32_GRADIENT
 
@@ -228,3 +231,62 @@ def test_a_captured_micro_batch_takes_the_same_steps(compile_mode):
         assert not graphed or (micro_batch.first is not None and micro_batch.adding is not None)
         found.append(losses)
     assert found[1] == pytest.approx(found[0], rel=10 * FP32_FORWARD)
+
+
+def test_a_step_that_is_not_finite_leaves_weights_states_and_counts():
+    """The device skips it, the host takes it out of the counts: then all goes on as if it had not been."""
+    results = []
+    for broken in (False, True):
+        model = make(FUSED, num_layers=1)
+        optimizer = build_optimizer(model.named_parameters(), OptimizerConfig(lr=1e-2), fused=True)
+        for batch in batches(3):
+            if broken:
+                for param in model.parameters():
+                    param.grad = torch.full_like(param, math.inf)
+                clipped_step(optimizer, model.parameters(), gradient_norm(model.parameters()), 0.3)
+                optimizer.uncount()
+                optimizer.zero_grad(set_to_none=True)
+            loss_of(model, FUSED, batch).backward()
+            clipped_step(optimizer, model.parameters(), gradient_norm(model.parameters()), 0.3)
+            optimizer.zero_grad(set_to_none=True)
+        states = [optimizer.state[param] for param in model.parameters()]
+        results.append([*model.parameters(), *(value for state in states for value in state.values())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graph", [False, True])
+def test_learning_a_step_late_that_it_was_skipped_changes_nothing(graph):
+    """The training step with the norm read at once and a step late, over steps of which two are not finite."""
+    mesh, results = init_mesh("cuda"), []
+    kernels = KernelsConfig(fused=True, cuda_graph=graph)
+    for defers in (False, True):
+        config = TrainConfig(
+            name="x", dtype="float32", model=make(FUSED).config, micro_batch_size=2, global_batch_tokens=14,
+            data=DataConfig(tokens="x", tokenizer="x", seq_len=7), kernels=kernels,
+            schedule=ScheduleConfig(name="constant", warmup_steps=0),
+        )  # fmt: skip
+        model = make(KernelsConfig())
+        parts = parallelize(model, config, mesh)
+        step = TrainingStep(config, mesh, parts, make_forward_loss(model, make_loss(kernels, 0.0), "none"))
+        assert step.defers
+        step.defers = defers
+        losses = []
+        for number, batch in enumerate(batches(8)[::2] * 3):
+            weight = model.blocks["0"].ffn.up_proj.weight
+            kept = weight.detach().clone()
+            if number in (5, 8):
+                weight.data.fill_(math.nan)
+            taken = step.run(number, [batch])
+            torch.cuda.synchronize()
+            if number in (5, 8):
+                weight.data.copy_(kept)
+            losses.append(taken.loss_sum)
+        step.settle()
+        assert step.skipped_steps == 2 and step.bad_steps == 0
+        finite = [loss.item() for index, loss in enumerate(losses) if index not in (5, 8)]
+        results.append((finite, [param.detach().clone() for param in model.parameters()]))
+    close_mesh(mesh)
+    assert results[1][0] == pytest.approx(results[0][0], rel=10 * FP32_FORWARD)
+    for a, b in zip(results[1][1], results[0][1], strict=True):
+        assert relative_error(a, b.double()) < 1e3 * FP32_GRADIENT
