@@ -6,7 +6,8 @@ torch.compile (bench_mark_model_plain.py). All start from the same weights and s
 alternate, because a shared machine drifts. Variants: bench_mark_model_variants.py.
 
     python -m bench_mark.bench_mark_model                                   # CPU: mew-1m and mew-12m, eager
-    python -m bench_mark.bench_mark_model device=cuda models=[gpt-124m,350m,1b] variants=[compiled,fused-graph]
+    python -m bench_mark.bench_mark_model device=cuda models=[gpt-124m,350m,1b] variants=[fused-graph] \\
+        steps=200 block=10
 """
 
 import gc
@@ -55,6 +56,7 @@ class BenchmarkConfig:
     variants: list[str] | None = None  # of VARIANTS; null: eager on a CPU, compiled and fused ones on a GPU
     plain_compile: str | None = None  # how the plain loop is compiled: none or model; null: model on a GPU
     steps: int = 20
+    block: int = 1  # steps between two looks at the clock; the figure is the median of the blocks' means
     warmup: int = 5
     threads: int | None = None
     keep_freed_memory: bool = False  # ours and the plain loop alike, since both live in one process
@@ -63,7 +65,7 @@ class BenchmarkConfig:
 
     def __post_init__(self) -> None:
         check_choice("device", self.device, ("auto", "cpu", "cuda"))
-        check_positive(steps=self.steps, warmup=self.warmup)
+        check_positive(steps=self.steps, block=self.block, warmup=self.warmup)
         if self.plain_compile is not None:
             check_choice("plain_compile", self.plain_compile, ("none", "model"))
         for name in self.models or []:
@@ -78,27 +80,32 @@ def load_model_config(name: str) -> ModelConfig:
 
 
 def take_steps(contestants: list[Contestant], config: BenchmarkConfig, device: torch.device) -> None:
-    """Warm up, measure one step's memory, then time steps that alternate between the contestants."""
+    """Warm up, measure one step's memory, then time steps in blocks that alternate between the contestants.
+
+    The host waits for the device at the end of a block only, so that it may run ahead within one, as in training. A
+    captured graph holds its memory for good and allocates nothing when it is replayed: there the warm-up is measured.
+    """
     for contestant in contestants:
-        for _ in range(config.warmup):
-            contestant.losses.append(contestant.step().item())
+        with PeakMemory(device, contestant.tensors()) as warming:
+            contestant.losses += [contestant.step().item() for _ in range(config.warmup)]
         with PeakMemory(device, contestant.tensors()) as memory:
             contestant.losses.append(contestant.step().item())
-        contestant.peak_bytes = memory.peak_bytes
-    for _ in range(config.steps):
+        contestant.peak_bytes = (warming if contestant.name.endswith("graph") else memory).peak_bytes
+    for first in range(0, config.steps, config.block):
+        count = min(config.block, config.steps - first)
         for contestant in contestants:
             start_s = time.perf_counter()
-            loss = contestant.step().item()  # waits for the device
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            contestant.seconds.append(time.perf_counter() - start_s)
-            contestant.losses.append(loss)
+            losses = torch.stack([contestant.step() for _ in range(count)]).tolist()  # waits for the device
+            contestant.seconds.append((time.perf_counter() - start_s) / count)
+            contestant.losses += losses
 
 
 def compete(work: Workload, names: list[str], config: BenchmarkConfig, mesh: Mesh) -> list[Contestant]:
     """The plain loop and our variants on the same windows; on a GPU one after the other, each with all its memory."""
     count = config.warmup + 1 + config.steps
     tokens = make_tokens(count, work.micro_batch_size, work.seq_len, work.model.vocab_size)
+    if mesh.device.type == "cuda":
+        tokens = tokens.pin_memory()  # else copying a window waits for the device
     builders = [plain_contestant] + [partial(our_contestant, name) for name in names]
     if mesh.device.type == "cpu":
         contestants = [build(work, mesh, tokens) for build in builders]

@@ -109,7 +109,7 @@ def our_contestant(name: str, work: Workload, mesh: Mesh, tokens: Tensor) -> Con
     windows = iter(tokens)
 
     def step() -> Tensor:
-        window = next(windows)
+        window = next(windows).to(mesh.device, non_blocking=True)
         batch = Batch(window[:, :-1].contiguous(), window[:, 1:].contiguous(), work.tokens)
         result = training_step.run(0, [batch])
         return result.loss_sum / result.num_targets
@@ -134,7 +134,7 @@ def plain_contestant(work: Workload, mesh: Mesh, tokens: Tensor) -> Contestant:
     windows = iter(tokens)
 
     def step() -> Tensor:
-        window = next(windows).to(mesh.device)
+        window = next(windows).to(mesh.device, non_blocking=True)
         inputs, targets = window[:, :-1].contiguous(), window[:, 1:].contiguous()
         with torch.autocast(mesh.device.type, torch.bfloat16, enabled=work.dtype == "bfloat16"):
             loss = forward(inputs, targets)
