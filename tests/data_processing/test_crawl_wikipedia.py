@@ -110,6 +110,8 @@ def test_a_category_with_subcategories_pages_and_a_cycle(wiki, tmp_path):
     wiki.web.asked.clear()
     assert wiki.crawl(tmp_path / "deep", category="Category:Top", category_depth=2)["outcomes"] == {"kept": 5}
     assert wiki.titles_asked()[-1] == "E"
+    listed = [asked.query["cmtitle"] for asked in wiki.web.asked if "cmtitle" in asked.query]
+    assert listed.count("Category:Top") == 3, "three pages of it, once, though Sub leads back to it"
 
 
 def test_all_pages_and_resume_in_the_middle_of_a_list(wiki, tmp_path):
