@@ -223,7 +223,7 @@ def run_decode(
         WINDOW=call.window > 0,
         BLOCK_B=block_b,
         BLOCK_N=config.block_n,
-        BLOCK_C=MERGED_AT_ONCE // block_d if q.is_cuda else 4,
+        BLOCK_C=MERGED_AT_ONCE // block_d if q.is_cuda else 2,
         BLOCK_D=block_d,
     )
     args = (cache.lens, parts, part_lse, out, lse, *numbers)
@@ -233,7 +233,7 @@ def run_decode(
 
 def chunk_counts(B: int, side_by_side: int, max_length: int, config: DecodeConfig, q: Tensor) -> tuple[int, int]:
     """(chunks that the plan aims at over all sequences, the most that it can make), for each kv head."""
-    slots = (num_processors(q.device.index) if q.is_cuda else 2) * config.programs
+    slots = (num_processors(q.device.index) if q.is_cuda else 8) * config.programs
     tiles = num_blocks(max_length, config.block_n)
     num_chunks = chunks_aimed_at(B, side_by_side, tiles, slots)
     return num_chunks, min(num_chunks + B, B * tiles)
