@@ -130,7 +130,7 @@ def peak_of_a_step(mesh, config, rows, micro_batches):
 MEMORY_CASES = [
     (zero, micro_batches, tie, rows)
     for zero in (0, 1, 2, 3)
-    for micro_batches, tie, rows in ((1, False, 32), (2, True, 2))
+    for micro_batches, tie, rows in ((1, False, 32), (2, True, 2), (2, False, 20))
 ]
 
 
