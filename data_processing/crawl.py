@@ -115,7 +115,7 @@ def crawl(config: CrawlConfig, outside: Outside | None = None) -> dict[str, Any]
         with make_progress() as progress:
             counts = state.counts()
             done = sum(counts.values()) - counts.get("pending", 0)
-            task = progress.add_task(config.source, done=done, kept=int(state.total("documents")))
+            task = progress.add_task(config.source, total=None, done=done, kept=int(state.total("documents")))
 
             def show(outcome: Outcome) -> None:
                 progress.update(task, advance=1, done=progress.tasks[task].fields["done"] + 1)

@@ -6,11 +6,11 @@ crawl finds its last responses there and asks no host a second time.
 
 import gzip
 import json
+import os
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from configs.run_dir import write_bytes_atomic
 from data_processing.crawl_url import url_key
 
 
@@ -78,4 +78,10 @@ class PageCache:
     def put(self, page: Page) -> None:
         head = {"url": page.url, "status": page.status, "headers": page.headers, "fetched_s": page.fetched_s}
         content = json.dumps(head).encode("utf-8") + b"\n" + page.body
-        write_bytes_atomic(self.path_of(page.url), gzip.compress(content, compresslevel=6, mtime=0))
+        path = self.path_of(page.url)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        # Renamed whole, so that a kill leaves no half of it, but not synced: what a power cut breaks is fetched anew,
+        # and three waits for the disk a page are saved.
+        partial.write_bytes(gzip.compress(content, compresslevel=6, mtime=0))
+        os.replace(partial, path)
