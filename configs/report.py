@@ -1,7 +1,7 @@
 """report.html: a run on one page, from the files of its directory alone, readable offline and by anyone.
 
-Reads config.yaml, metrics.jsonl, report.json, evaluation.json and samples.txt, each where it is there. Names, notes
-and samples are untrusted text and are escaped. Rebuild it with `python -m configs.report_cli runs/<name>`.
+Reads config.yaml, metrics.jsonl, report.json, evaluation.json, samples.txt and profile/, each where it is there. Names,
+notes and samples are untrusted text and are escaped. Rebuild it with `python -m configs.report_cli runs/<name>`.
 """
 
 import json
@@ -15,6 +15,7 @@ from configs.errors import UserError
 from configs.report_figures import Figure, build_figures
 from configs.report_numbers import format_quantity, format_ratio, is_within_bounds
 from configs.report_page import POLICY, SCRIPT, STYLE
+from configs.report_profile import Profile, memory_figure, profile_section, read_profile
 from configs.report_samples import Sample, printable, read_samples
 from configs.run_dir import read_json, read_jsonl, write_text_atomic
 
@@ -32,6 +33,7 @@ class RunFiles:
     evaluation: dict[str, Any]
     samples: list[Sample]
     config_text: str
+    profile: Profile
 
     @property
     def validation(self) -> dict[str, Any]:
@@ -60,7 +62,8 @@ def read_run(run_dir: str | Path) -> RunFiles:
     )
     config = path / "config.yaml"
     config_text = config.read_text(encoding="utf-8") if config.exists() else ""
-    return RunFiles(path, report, read_jsonl(path / "metrics.jsonl"), evaluation, read_samples(path), config_text)
+    metrics, profile = read_jsonl(path / "metrics.jsonl"), read_profile(path)
+    return RunFiles(path, report, metrics, evaluation, read_samples(path), config_text, profile)
 
 
 def write_report(run_dir: str | Path) -> Path:
@@ -75,8 +78,11 @@ def build_page(run: RunFiles) -> str:
     from plotly.offline import get_plotlyjs
 
     figures = build_figures(run.metrics, predicted_memory(run.report), run.loss_by_position)
+    step_memory = memory_figure(run.profile.memory)
     name = escape(run_name(run))
     sections = [header(run), comparison_table(run.report.get("rows", [])), charts(figures)]
+    sections.append(profile_section(run.profile, chart(step_memory) if step_memory else ""))
+    figures += [step_memory] if step_memory else []
     sections += [samples_section(run.samples), config_section(run.config_text), footer(run)]
     return f"""<!doctype html>
 <html lang="en">

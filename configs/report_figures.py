@@ -29,6 +29,7 @@ class Figure:
     log_y: bool = False
     from_zero: bool = False
     hlines: list[dict[str, Any]] = field(default_factory=list)  # {"y", "label"}
+    spans: list[dict[str, Any]] = field(default_factory=list)  # stretches of x: {"x0", "x1", "label"}
 
 
 def column(lines: list[Line], name: str) -> tuple[list[float], list[float]]:

@@ -12,12 +12,16 @@ STYLE = """
   --page: #f6f6f3; --card: #ffffff; --ink: #14140f; --muted: #63625c; --faint: #8d8c85; --line: #e3e2dc;
   --series-1: #2a6fdb; --series-2: #d9622b; --good: #1a7f37; --warn: #9a5b00; --warn-fill: #fdf1dc;
   --good-fill: #e3f4e6; --code: #f1f0ec;
+  --memory-weights: #2a6fdb; --memory-optimizer: #7b5cc4; --memory-gradients: #d9622b; --memory-activations: #2f9e6e;
+  --memory-backward: #d4a72c; --memory-other: #9a9992;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --page: #121211; --card: #1c1c1a; --ink: #f1f0ea; --muted: #a9a89f; --faint: #7f7e76; --line: #32322e;
     --series-1: #6aa5ff; --series-2: #f08a4b; --good: #6fcf84; --warn: #f0b95a; --warn-fill: #3a2c12;
     --good-fill: #17301c; --code: #262623;
+    --memory-weights: #4f86e0; --memory-optimizer: #9a7fe0; --memory-gradients: #e5793f; --memory-activations: #46b386;
+    --memory-backward: #e0bb4a; --memory-other: #85847d;
   }
 }
 * { box-sizing: border-box; }
@@ -54,6 +58,9 @@ td.note { color: var(--muted); font-size: 13px; min-width: 14em; overflow-wrap: 
 .gauge i { position: absolute; top: -3px; width: 4px; height: 12px; margin-left: -2px; border-radius: 2px;
   background: var(--good); }
 .gauge i.off { background: var(--warn); }
+.head { padding: 16px 16px 8px; }
+.chart + .card, .card + .chart { margin-top: 16px; }
+.plain th, .plain td { padding: 6px 16px; font-size: 13px; }
 .charts { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 16px; }
 .chart { margin: 0; padding: 16px 16px 6px; min-width: 0; }
 .wide { grid-column: 1 / -1; }
@@ -91,9 +98,29 @@ function color(name) { return getComputedStyle(document.documentElement).getProp
 
 function traceOf(trace) {
   const style = color(trace.color);
+  if (trace.stack || trace.step) return areaOf(trace, style);
   return { type: "scatter", mode: trace.mode, name: trace.name, x: trace.x, y: trace.y, text: trace.text,
     line: { color: style, width: trace.width }, marker: { color: style, size: 7 },
     hovertemplate: (trace.text ? "%{text}: " : "") + "%{y:.4~g}<extra>" + trace.name + "</extra>" };
+}
+
+// A stacked category, or the line over them that tells more in its text.
+function areaOf(trace, style) {
+  const area = { type: "scatter", mode: trace.mode, name: trace.name, x: trace.x, y: trace.y, text: trace.text,
+    line: { color: style, width: trace.width, shape: "hv" },
+    hovertemplate: "%{y:.4~g}" + (trace.text ? "<br>%{text}" : "") + "<extra>" + trace.name + "</extra>" };
+  return trace.stack ? Object.assign(area, { stackgroup: "all", fillcolor: style }) : area;
+}
+
+// Stretches of x: every second one shaded, each named where there is room.
+function spansOf(figure) {
+  const end = Math.max(...figure.traces.flatMap((trace) => trace.x));
+  const wide = figure.spans.filter((span) => span.x1 - span.x0 > 0.06 * end);
+  return {
+    shapes: wide.flatMap((span) => [span.x0, span.x1]).map((x) => ({ type: "line", yref: "paper", y0: 0, y1: 1, x0: x,
+      x1: x, line: { color: color("faint"), width: 1, dash: "dot" } })),
+    annotations: wide.map((span) => ({ x: (span.x0 + span.x1) / 2, yref: "paper", y: 1, yanchor: "bottom",
+      text: span.label, showarrow: false, font: { size: 12, color: color("muted") } })) };
 }
 
 function axis(title) {
@@ -123,12 +150,20 @@ function layoutOf(figure) {
     const values = figure.traces.flatMap((trace) => trace.y).concat(figure.hlines.map((line) => line.y));
     y.range = [0, 1.15 * Math.max(...values)];
   }
-  return { margin: { l: 48, r: 12, t: 8, b: 36 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+  if (figure.spans.length) {
+    const spans = spansOf(figure);
+    shapes.push(...spans.shapes);
+    annotations.push(...spans.annotations);
+  }
+  const stacked = figure.traces.some((trace) => trace.stack);
+  return { margin: { l: 48, r: 12, t: figure.spans.length ? 24 : 8, b: 36 },
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: color("muted"), family: "inherit" }, xaxis: x, yaxis: y, shapes, annotations,
     hovermode: figure.name === "position" ? "closest" : "x unified",
     hoverlabel: { bgcolor: color("card"), bordercolor: color("line"), font: { color: color("ink") } },
     showlegend: figure.traces.length > 1,
-    legend: { x: 1, xanchor: "right", y: 1, font: { size: 12, color: color("ink") }, bgcolor: "rgba(0,0,0,0)" } };
+    legend: Object.assign({ font: { size: 12, color: color("ink") }, bgcolor: "rgba(0,0,0,0)" },
+      stacked ? { orientation: "h", x: 0, y: -0.18 } : { x: 1, xanchor: "right", y: 1 }) };
 }
 
 function draw(figure) {
