@@ -66,13 +66,37 @@ def measure(
             barrier(mesh, "world")
             mesh.log.drain(0)
             began = time.perf_counter()
-            loss = contestant.step().item()  # waits for the device
+            loss = contestant.step()
+            contestant.host_seconds.append(time.perf_counter() - began)  # on a GPU: until the step was issued
+            loss = loss.item()  # waits for the device
             if mesh.device.type == "cuda":
                 torch.cuda.synchronize(mesh.device)
             contestant.seconds.append(time.perf_counter() - began)
             contestant.losses.append(loss)
             contestant.comm.append(mesh.log.drain(0))
+    for contestant in contestants:
+        contestant.profile = profile(contestant, mesh.device)
     return contestants
+
+
+def profile(contestant: Contestant, device: torch.device, steps: int = 2, longest: int = 25) -> dict[str, Any]:
+    """Where a step's time goes on the device: seconds in kernels, and the kernels that take most of them."""
+    activity = torch.profiler.ProfilerActivity
+    activities = [activity.CPU, activity.CUDA] if device.type == "cuda" else [activity.CPU]
+    began = time.perf_counter()
+    with torch.profiler.profile(activities=activities) as profiler:
+        for _ in range(steps):
+            contestant.step().item()
+    step_s = (time.perf_counter() - began) / steps
+    entries = profiler.key_averages()
+    field = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
+    if device.type == "cuda":  # kernels and copies alone: operators count the same time again
+        entries = [entry for entry in entries if entry.device_type == torch.autograd.DeviceType.CUDA]
+    seconds = {entry.key: getattr(entry, field) * 1e-6 / steps for entry in entries}
+    calls = {entry.key: entry.count / steps for entry in entries}
+    top = sorted(seconds, key=seconds.__getitem__, reverse=True)[:longest]
+    kernels = [{"name": name[:120], "s": seconds[name], "calls": calls[name]} for name in top]
+    return {"step_s": step_s, "busy_s": sum(seconds.values()), "calls": sum(calls.values()), "longest": kernels}
 
 
 def allocated(device: torch.device) -> int:
@@ -113,6 +137,8 @@ def row_of(contestant: Contestant, setup: Setup, bare_s: float | None) -> dict[s
         "predicted_sent_bytes": predicted["sent_bytes"],
         "scaling": None if bare_s is None or setup.mesh.world_size == 1 else bare_s / step_s,
         "tokens_per_s": setup.work.tokens * setup.mesh.world_size / step_s,
+        "host_s": statistics.median(contestant.host_seconds),
+        "profile": contestant.profile,
         "losses": contestant.losses[:4],
         "seconds": contestant.seconds,
         "comm": [{k: v for k, v in line.items() if k != "step"} for line in contestant.comm[-1]],
@@ -177,7 +203,8 @@ def make_setup(args: argparse.Namespace) -> Setup:
         model, args.micro_batch or micro_batch, args.seq_len or seq_len, device=mesh.device.type,
         dtype="bfloat16" if on_gpu else "float32", compile=args.compile or ("block" if on_gpu else "none"),
     )  # fmt: skip
-    return Setup(work, mesh, KernelsConfig(fused=args.kernels == "fused"), args.checkpointing)
+    # The update is one launch for ours as for FSDP2, whatever the model's kernels are.
+    return Setup(work, mesh, KernelsConfig(fused=args.kernels == "fused", optimizer=on_gpu), args.checkpointing)
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
 """The contestants of bench_mark_fsdp: one model, one loss and one optimizer under each way of sharding.
 
 "bare" is the step on one device without any wrapper. FSDP2 is torch's fully_shard as a user sets it up: a unit a block
-and one for the rest, fused AdamW over DTensors, torch's clipping.
+and one for the rest, fused AdamW over DTensors, torch's clipping. Its policy would cast whatever tensors a block is
+given, RoPE's tables among them, to bfloat16: fewer bytes and another result. Only "fsdp2-cast" lets it.
 """
 
 from collections.abc import Callable, Iterable
@@ -27,7 +28,7 @@ from parallel.fsdp import FsdpSettings
 from parallel.fsdp_init import apply_fsdp
 from parallel.mesh import Mesh
 
-VARIANTS = ("bare", "zero1", "zero2", "zero3", "zero2-all", "zero3-all", "fsdp2-zero2", "fsdp2-zero3")
+VARIANTS = ("bare", "zero1", "zero2", "zero3", "zero2-all", "zero3-all", "fsdp2-zero2", "fsdp2-zero3", "fsdp2-cast")
 
 
 @dataclass
@@ -39,8 +40,10 @@ class Contestant:
     tensors: Callable[[], Iterable[Tensor]]  # what it holds between steps
     config: TrainConfig
     seconds: list[float] = field(default_factory=list)
+    host_seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     peak_bytes: int = 0
+    profile: dict[str, Any] = field(default_factory=dict)
     comm: list[dict[str, Any]] = field(default_factory=list)  # the log's lines of the timed steps
 
 
@@ -135,14 +138,15 @@ def torch_fsdp(name: str, setup: Setup) -> Contestant:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    config, mesh = setup.config(ParallelConfig(zero=int(name[-1]))), setup.mesh
+    config, mesh = setup.config(ParallelConfig(zero=2 if name.endswith("2") else 3)), setup.mesh
     model = setup.model()
     apply_kernels(model, config.kernels, mesh.device)
     for block in model.blocks.values():
         block.checkpoint = make_checkpoint(setup.checkpointing)
     compiled = apply_compile(model, config.compile, mesh.device)
     bfloat16 = config.dtype == "bfloat16"
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bfloat16 else MixedPrecisionPolicy()
+    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if bfloat16 else {}
+    policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=name == "fsdp2-cast")
     options = {
         "mesh": init_device_mesh(mesh.device.type, (mesh.world_size,)),
         "mp_policy": policy,
