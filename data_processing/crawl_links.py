@@ -1,10 +1,12 @@
 """What a page says about where to go and what to keep: links, <base>, robots marks, and where its PDF lies.
 
-Parsed by resiliparse (lexbor), which builds the tree that a browser would, behind the guards of html_process: a page
-nested so deep that no parser should see it gives no links.
+Parsed by resiliparse (lexbor), which builds the tree that a browser would, behind the guards of html_process: of a page
+that is nested too deep for a parser the tags alone are read.
 """
 
+import html
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from configs.errors import missing_extra
@@ -13,6 +15,8 @@ from data_processing.crawl_url import TRACKING_PARAMETERS, normalise_url
 from data_processing.html_process_encoding import decode_page
 from data_processing.html_process_guard import MAX_DEPTH, cut_long_tags, nesting_depth
 
+TAG = re.compile(r"<(a|area|base|meta)(\s[^<>]{0,4000})>", re.IGNORECASE)  # linear: a tag ends at the next "<" or ">"
+ATTRIBUTE = re.compile(r"""(\w[\w-]{0,30})\s{0,8}=\s{0,8}("[^"]*"|'[^']*'|[^\s"']+)""")
 MAX_LINKS = 5000  # of one page; what lists more is made by a machine
 
 
@@ -42,6 +46,17 @@ class _Found:
     metas: list[tuple[str, str]] = field(default_factory=list)  # (name, content)
     bases: list[str] = field(default_factory=list)
     anchors: list[tuple[str, str]] = field(default_factory=list)  # (href, rel)
+
+    def add(self, tag: str, attribute: Callable[[str], str | None]) -> None:
+        """Keep what matters of an element; `attribute` gives the value of a name, None when it has none."""
+        if tag in ("a", "area"):
+            href = attribute("href")
+            if href is not None:
+                self.anchors.append((href, attribute("rel") or ""))
+        elif tag == "meta":
+            self.metas.append(((attribute("name") or "").strip().lower(), attribute("content") or ""))
+        elif tag == "base" and attribute("href"):
+            self.bases.append(attribute("href"))
 
 
 def read_links(page: Page, drop_parameters: tuple[str, ...] = TRACKING_PARAMETERS) -> PageLinks:
@@ -75,20 +90,14 @@ def _find_elements(text: str) -> _Found:
     found = _Found()
     text = cut_long_tags(text)
     if nesting_depth(text) > MAX_DEPTH:
+        for tag, inner in TAG.findall(text):
+            values = {name.lower(): html.unescape(value.strip("\"'")) for name, value in ATTRIBUTE.findall(inner)}
+            found.add(tag.lower(), values.get)
         return found
     tree_class, traverse = import_parser()
 
     def visit(context) -> None:
-        node = context.node
-        tag = node.tag
-        if tag in ("a", "area"):
-            href = node.getattr("href")
-            if href is not None:
-                found.anchors.append((href, node.getattr("rel") or ""))
-        elif tag == "meta":
-            found.metas.append(((node.getattr("name") or "").strip().lower(), node.getattr("content") or ""))
-        elif tag == "base" and node.getattr("href"):
-            found.bases.append(node.getattr("href"))
+        found.add(context.node.tag, context.node.getattr)
 
     tree = tree_class.parse(text)
     for part in (tree.head, tree.body):

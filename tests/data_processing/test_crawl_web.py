@@ -237,14 +237,17 @@ def test_links_of_a_page():
     assert marked.index and marked.follow
 
 
-def test_an_index_of_thousands_of_links_is_cut_and_deep_pages_give_none():
+def test_an_index_of_thousands_of_links_and_pages_too_deep_for_a_parser():
     """With a look-up per link that starts anew, as resiliparse's collections make it, this page takes minutes."""
     kind = {"content-type": "text/html"}
     body = ("<ul>" + "".join(f'<li><a href="/{n}">x</a>' for n in range(2 * MAX_LINKS))).encode()
     links = read_links(Page("https://a.test/", 200, kind, body, 0.0))
     assert links.urls == [f"https://a.test/{n}" for n in range(MAX_LINKS)]
-    deep = b"<div>" * 10_000 + b'<a href="/x">x</a>'
-    assert read_links(Page("https://a.test/", 200, kind, deep, 0.0)).urls == []
+    deep = b"<div>" * 10_000 + b"""<A class=y HREF="/x?a=1&amp;b=2">x</a><a href=/y rel='nofollow'><a href='/z'><a <a"""
+    deep += b'<meta name="robots" content="noindex"><base href="/down/">'
+    links = read_links(Page("https://a.test/", 200, kind, deep, 0.0))
+    assert links.urls == ["https://a.test/x?a=1&b=2", "https://a.test/z"] and not links.index
+    assert read_links(Page("https://a.test/", 200, kind, b"<a " * 500_000 + b"<a x='" * 500_000, 0.0)).urls == []
     assert read_links(Page("https://a.test/", 200, kind, b"", 0.0)).urls == []
 
 
