@@ -58,13 +58,14 @@ def memory_figure(memory: dict[str, Any]) -> Figure | None:
     total = {"x": times, "y": [value / scale for value in totals], "name": "total", "color": "ink", "width": 1}
     traces.append(total | {"mode": "lines", "text": texts, "step": True})
     spans = [{"x0": p["start_ms"], "x1": p["end_ms"], "label": p["name"]} for p in memory["phases"]]
+    top = [{"y": peak / scale, "label": f"peak {format_quantity(peak, 'bytes')}"}]
     caption = (
-        f"One step, {memory['source']}, peak {format_quantity(peak, 'bytes')}. Recording slows the step, so the "
+        f"One step, {memory['source']}. Recording slows the step, so the "
         "time axis tells the order, not the speed. Hover for the largest blocks of a moment."
     )
     return Figure(
         "profile_memory", "Memory of a step by category", caption, unit, traces, x_title="ms since the step's start",
-        wide=True, from_zero=True, spans=spans,
+        wide=True, from_zero=True, hlines=top, spans=spans,
     )  # fmt: skip
 
 
@@ -101,9 +102,10 @@ def times_table(breakdown: dict[str, Any]) -> str:
     whole = breakdown["step_ms"]
     rows = sorted(breakdown["rows"], key=lambda row: -sum(row[name].values()))
     shown = [time_row(row["module"], row[name], whole, row["host_ms"] if on_gpu else None) for row in rows[:SHOWN_ROWS]]
-    rest = sum(sum(row[name].values()) for row in rows[SHOWN_ROWS:])
+    rest = rows[SHOWN_ROWS:]
     if rest:
-        shown.append(time_row(f"{len(rows) - SHOWN_ROWS} more", {"": rest}, whole, {} if on_gpu else None))
+        together = [added_up([row[kind] for row in rest]) for kind in (name, "host_ms")]
+        shown.append(time_row(f"{len(rest)} more", together[0], whole, together[1] if on_gpu else None))
     if on_gpu:
         idle = max(0.0, whole - breakdown["busy_ms"])
         shown.append(time_row("(GPU idle)", {"": idle}, whole, {}))
@@ -118,6 +120,10 @@ def times_table(breakdown: dict[str, Any]) -> str:
     operations = table(["kernel" if on_gpu else "operation", "calls", "ms", "share of the step"], calls)
     details = f"<details><summary>By operation</summary>{operations}</details>"
     return card("Where a step's time goes", caption, table(head, shown) + details)
+
+
+def added_up(rows: list[dict[str, float]]) -> dict[str, float]:
+    return {phase: sum(row.get(phase, 0.0) for row in rows) for phase in {phase for row in rows for phase in row}}
 
 
 def card(title: str, caption: str, body: str) -> str:
