@@ -39,8 +39,8 @@ def profile_step(contestant: Contestant, device: torch.device) -> dict[str, Any]
     launches: dict[str, int] = defaultdict(int)
     spans = []
     for event in prof.events():
-        is_kernel = event.device_type == torch.autograd.DeviceType.CUDA if on_gpu else True
-        if not is_kernel:
+        on_device = event.device_type == torch.autograd.DeviceType.CUDA
+        if on_device != on_gpu or getattr(event, "is_user_annotation", False):  # an annotation spans idle time too
             continue
         seconds = (event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total) / 1e6
         kernels[event.name[:NAME_LENGTH]] += seconds / STEPS
