@@ -4,6 +4,7 @@ Uses the cluster that RAY_ADDRESS names (ray.init's own rule), else starts a loc
 it with pip install -e '.[ray]'. All nodes must see the output directory: the near-duplicate stage reads blocks there.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -76,6 +77,8 @@ class RayEngine:
 def open_ray(workers: int) -> Iterator[RayEngine]:
     """A connected engine; a cluster that was started here is stopped at the end."""
     ray = import_ray()
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    ray.data.DataContext.get_current().enable_progress_bars = False
     started = not ray.is_initialized()
     if started:
         ray.init(num_cpus=workers, include_dashboard=False, log_to_driver=False, logging_level="ERROR")

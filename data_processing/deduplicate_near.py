@@ -62,11 +62,11 @@ def choose_bands(config: NearConfig) -> tuple[int, int]:
 def band_keys(signatures: np.ndarray, bands: int, rows: int) -> np.ndarray:
     """(N, P) uint32 signatures to (N, bands) uint64 keys, equal in a band when all its rows are."""
     count = signatures.shape[0]
-    cut = signatures[:, : bands * rows].reshape(count, bands, rows).astype(np.uint64)  # (N, bands, rows)
+    cut = signatures[:, : bands * rows].reshape(count, bands, rows)  # (N, bands, rows)
     keys = np.broadcast_to(np.arange(1, bands + 1, dtype=np.uint64), (count, bands)).copy()
     for row in range(rows):
         keys *= GRAM_BASE
-        keys += cut[:, :, row] + np.uint64(1)
+        keys += cut[:, :, row].astype(np.uint64) + np.uint64(1)
         mix(keys)
     return keys
 

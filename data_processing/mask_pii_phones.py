@@ -60,7 +60,9 @@ def is_phone(shown: str, in_context: bool) -> bool:
     """Whether a run of digits and separators is a phone number; `in_context`: after a word such as "Tel."."""
     groups = re.findall(r"\d+", shown)
     digits = "".join(groups)
-    if DATE.fullmatch(shown) or ISBN.fullmatch(shown) or _is_counting([int(g) for g in groups]):
+    if DATE.fullmatch(shown) or ISBN.fullmatch(shown):
+        return False
+    if not in_context and _is_counting([int(group) for group in groups]):
         return False
     if "+" in shown:
         return 8 <= len(digits) <= 15 and digits[0] != "0"

@@ -70,7 +70,8 @@ class TextView:
     @cached_property
     def word_ends(self) -> np.ndarray:
         """(number of words + 1,) int64: characters of the words up to each, white space left out."""
-        return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(self.table.lengths[self.words])])
+        words = self.words  # before the table is asked: reading may put new arrays in its place
+        return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(self.table.lengths[words])])
 
     def grams(self, n: int) -> np.ndarray:
         """(number of n-grams,) uint64 hashes; equal n-grams have equal ones."""
