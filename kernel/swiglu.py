@@ -35,7 +35,7 @@ def forward_kernel(gate_ptr, up_ptr, out_ptr, stride_g, stride_u, C, BLOCK_C: tl
 
 @triton.jit
 def backward_kernel(
-    gate_ptr, up_ptr, dout_ptr, dgate_ptr, dup_ptr, stride_g, stride_u, C, BLOCK_C: tl.constexpr
+    gate_ptr, up_ptr, dout_ptr, dgate_ptr, dup_ptr, stride_g, stride_u, stride_d, C, BLOCK_C: tl.constexpr
 ):  # fmt: skip
     """dup = dout silu(gate), dgate = dout up s (1 + gate (1 - s)) with s the sigmoid of gate."""
     blocks = tl.cdiv(C, BLOCK_C)
@@ -47,8 +47,8 @@ def backward_kernel(
     dout = tl.load(dout_ptr + row * C + offs_c, mask=inside, other=0.0).to(tl.float32)
     sigmoid = tl.sigmoid(gate)
     dgate = dout * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
-    tl.store(dgate_ptr + row * C + offs_c, dgate.to(dgate_ptr.dtype.element_ty), mask=inside)
-    tl.store(dup_ptr + row * C + offs_c, (dout * gate * sigmoid).to(dup_ptr.dtype.element_ty), mask=inside)
+    tl.store(dgate_ptr + row * stride_d + offs_c, dgate.to(dgate_ptr.dtype.element_ty), mask=inside)
+    tl.store(dup_ptr + row * stride_d + offs_c, (dout * gate * sigmoid).to(dup_ptr.dtype.element_ty), mask=inside)
 
 
 def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class EagerSwiGlu(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor):
-        return run_backward(*ctx.saved_tensors, dout)
+        return run_backward(*ctx.saved_tensors, dout, beside=True)
 
 
 @torch.library.custom_op("mew::swiglu", mutates_args=())
@@ -131,15 +131,26 @@ def run_forward(gate: Tensor, up: Tensor, block: int = BLOCK, warps: int = WARPS
     return out
 
 
+def are_halves(gate: Tensor, up: Tensor) -> bool:
+    """Whether gate and up are the two halves of the columns of one projection (N, 2 F)."""
+    F_ = gate.shape[-1]
+    same = gate.untyped_storage().data_ptr() == up.untyped_storage().data_ptr() and gate.stride() == up.stride()
+    return same and row_stride(gate) == 2 * F_ and up.storage_offset() - gate.storage_offset() == F_
+
+
 def run_backward(
-    gate: Tensor, up: Tensor, dout: Tensor, block: int = BLOCK, warps: int = WARPS
+    gate: Tensor, up: Tensor, dout: Tensor, block: int = BLOCK, warps: int = WARPS, beside: bool = False
 ) -> tuple[Tensor, Tensor]:
-    dout = dout.contiguous()
-    dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    dup = torch.empty(up.shape, dtype=up.dtype, device=up.device)
+    """dgate and dup, contiguous; `beside`: halves of one tensor where gate and up are, for whom one product follows."""
+    dout, C = dout.contiguous(), gate.shape[-1]
+    if beside and are_halves(gate, up):
+        dgate, dup = torch.empty(*gate.shape[:-1], 2 * C, dtype=gate.dtype, device=gate.device).split(C, dim=-1)
+    else:
+        dgate, dup = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (gate, up))
     rows, C = grid_of(gate, up)
     grid = (rows * triton.cdiv(C, block),)
     backward_kernel[grid](
-        gate, up, dout, dgate, dup, row_stride(gate), row_stride(up), C, BLOCK_C=block, num_warps=warps
-    )
+        gate, up, dout, dgate, dup, row_stride(gate), row_stride(up), row_stride(dgate), C,
+        BLOCK_C=block, num_warps=warps,
+    )  # fmt: skip
     return dgate, dup

@@ -24,7 +24,7 @@ from llm.transformer import (
     TransformerBlock,
 )
 from llm.transformer_layers import Linear, SwiGlu
-from llm.transformer_linear import linear, project_together
+from llm.transformer_linear import linear, project_side_by_side, project_together
 
 OPERATIONS = ("norm", "rope", "swiglu", "linear", "loss", "optimizer")
 
@@ -65,8 +65,10 @@ def apply_kernels(model: nn.Module, kernels: KernelsConfig, device: torch.device
 
 def join_projections(module: nn.Module) -> None:
     """Projections of one input together; every other Linear of a block as a group of one."""
-    if isinstance(module, MultiHeadAttention | SwiGlu):
+    if isinstance(module, MultiHeadAttention):
         module.project = project_together
+    if isinstance(module, SwiGlu):
+        module.project = project_side_by_side
     if isinstance(module, Linear) and module.matmul is F.linear:
         module.matmul = linear
 

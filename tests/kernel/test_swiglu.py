@@ -67,3 +67,15 @@ def test_bad_input_is_one_line_before_the_launch(change, message):
     with pytest.raises(UserError, match=message) as error:
         swiglu(gate, up)
     assert "\n" not in str(error.value)
+
+
+def test_gradients_of_halves_are_halves():
+    """So that one product over both follows; and the same numbers as of tensors apart."""
+    packed = torch.randn(5, 80, device=DEVICE).requires_grad_()
+    gate, up = packed.chunk(2, dim=-1)
+    dout = torch.randn(5, 40, device=DEVICE)
+    dgate, dup = torch.autograd.grad(swiglu(gate, up), (gate, up), dout)
+    apart = [x.detach().contiguous().requires_grad_() for x in (gate, up)]
+    expected = torch.autograd.grad(swiglu(*apart), apart, dout)
+    assert torch.equal(dgate, expected[0]) and torch.equal(dup, expected[1])
+    assert dup.data_ptr() - dgate.data_ptr() == 40 * 4 and dgate.stride() == (80, 1)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from llm.transformer_layers import Linear, project_each
-from llm.transformer_linear import linear, project_together
-from tests.tolerances import FP32_GRADIENT, PEER_ERROR
+from llm.transformer_layers import Linear, SwiGlu, project_each
+from llm.transformer_linear import columns_of_one, linear, project_side_by_side, project_together
+from tests.tolerances import BF16_ROUNDING, FP32_GRADIENT, PEER_ERROR
 
 
 def make_layers(bias: bool, dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[Linear]:
@@ -31,29 +31,34 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
-def check(bias: bool, autocast: torch.dtype | None, device: str) -> None:
+def check(project, bias: bool, autocast: torch.dtype | None, device: str) -> None:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(3, 7, 40, generator=generator).to(device)
     upstream = [torch.randn(3, 7, out, generator=generator).to(device) for out in (24, 8, 8)]
     exact = results(project_each, make_layers(bias, torch.float64, device), x.double(), upstream)
-    ours = results(project_together, make_layers(bias, device=device), x, upstream, autocast)
+    ours = results(project, make_layers(bias, device=device), x, upstream, autocast)
     plain = results(project_each, make_layers(bias, device=device), x, upstream, autocast)
     for a, b, expected in zip(ours, plain, exact, strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape
         assert relative_error(a, expected) <= max(PEER_ERROR * relative_error(b, expected), FP32_GRADIENT)
 
 
+PROJECTS = [project_together, project_side_by_side]
+
+
+@pytest.mark.parametrize("project", PROJECTS)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-def test_projections_together_match_each(bias, autocast):
-    check(bias, autocast, "cpu")
+def test_projections_match_each(project, bias, autocast):
+    check(project, bias, autocast, "cpu")
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("project", PROJECTS)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16])
-def test_projections_together_match_each_on_a_gpu(bias, autocast):
-    check(bias, autocast, "cuda")
+def test_projections_match_each_on_a_gpu(project, bias, autocast):
+    check(project, bias, autocast, "cuda")
 
 
 def test_a_weight_gradient_in_float32_is_not_rounded_to_bfloat16():
@@ -77,3 +82,34 @@ def test_only_what_needs_a_gradient_gets_one():
     layer.matmul = linear
     layer(torch.randn(3, 40)).sum().backward()
     assert layer.weight.grad is None and layer.bias.grad is not None
+
+
+def swiglu_results(join: bool):
+    """A SwiGLU layer under autocast: output and gradients, its projections each alone or together."""
+    layer = SwiGlu(40, 24)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in layer.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / 6)
+    if join:
+        layer.project, layer.down_proj.matmul = project_side_by_side, linear
+    x = torch.randn(3, 7, 40, generator=generator).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(x)
+    out.float().square().sum().backward()
+    return [out, x.grad, *(parameter.grad for parameter in layer.parameters())]
+
+
+def test_outputs_side_by_side_and_their_gradients_match():
+    for a, b in zip(swiglu_results(True), swiglu_results(False), strict=True):
+        assert a.dtype == b.dtype and relative_error(a, b) < 2 * BF16_ROUNDING
+
+
+def test_gradients_side_by_side_are_recognised():
+    whole = torch.randn(6, 40)
+    assert columns_of_one(whole.split([24, 8, 8], dim=-1)).data_ptr() == whole.data_ptr()
+    for parts in (
+        whole.split([8, 24, 8], dim=-1)[::-1],  # in another order
+        whole.split([24, 8, 8], dim=-1)[:2],  # not complete
+        [part.clone() for part in whole.split([24, 8, 8], dim=-1)],
+    ):
+        assert columns_of_one(parts) is None
