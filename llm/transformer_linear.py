@@ -3,7 +3,7 @@
 Under autocast each layer would round its weight's gradient to bfloat16 and cast it back, and the layers' input
 gradients would be added by passes of their own. Here a product writes the weight's gradient in the weight's dtype, and
 the second and third product add to the input's gradient as they write it. SwiGLU's two weights are cast into one
-matrix: outputs and their gradients lie side by side, and one product makes each of y, dx and dW. Attention's do not: who
+matrix: outputs and their gradients lie side by side, one product makes each of y, dx and dW. Attention's do not: who
 keeps v would keep all three. torch.compile fuses most of this by itself, so a compiled model keeps its layers.
 """
 
