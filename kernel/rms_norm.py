@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from configs.errors import UserError
 from kernel.operator_inputs import FLOAT_DTYPES, check_rows, check_tensors, is_traced
-from kernel.rms_norm_kernels import MAX_WIDTH, forward_kernel, run_backward, run_forward
+from kernel.rms_norm_kernels import MAX_WIDTH, norm_forward_kernel, run_backward, run_forward
 
 Result = tuple[Tensor, Tensor]
 
@@ -47,7 +47,7 @@ def rms_norm(
 
 
 def check_inputs(x: Tensor, weight: Tensor, residual: Tensor | None, out_dtype: torch.dtype) -> None:
-    check_tensors("rms_norm", forward_kernel, x=x, weight=weight, residual=residual)
+    check_tensors("rms_norm", norm_forward_kernel, x=x, weight=weight, residual=residual)
     check_rows("rms_norm", "x", x)
     if weight.shape != x.shape[-1:] or not weight.is_contiguous():
         raise UserError(f"rms_norm: weight {tuple(weight.shape)} must be the contiguous ({x.shape[-1]},) of x's rows")

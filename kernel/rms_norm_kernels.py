@@ -41,7 +41,7 @@ def default_tiles(width: int) -> NormTiles:
 
 
 @triton.jit
-def forward_kernel(
+def norm_forward_kernel(
     x_ptr, residual_ptr, weight_ptr, normed_ptr, stream_ptr, rstd_ptr,
     stride_x, stride_r, N, C, eps,
     HAS_RESIDUAL: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -65,7 +65,7 @@ def forward_kernel(
 
 
 @triton.jit
-def backward_kernel(
+def norm_backward_kernel(
     stream_ptr, weight_ptr, rstd_ptr, dnormed_ptr, dstream_ptr, dresidual_ptr, dx_ptr, parts_ptr,
     stride_s, stride_n, stride_d, N, C,
     HAS_DSTREAM: tl.constexpr, SPLIT: tl.constexpr, PREFETCH: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -110,7 +110,7 @@ def backward_kernel(
 
 
 @triton.jit
-def sum_parts_kernel(parts_ptr, sum_ptr, programs, C, ROWS: tl.constexpr, BLOCK_C: tl.constexpr):
+def norm_sum_parts_kernel(parts_ptr, sum_ptr, programs, C, ROWS: tl.constexpr, BLOCK_C: tl.constexpr):
     """sum (C,) of parts (programs, C), in the order of the programs."""
     offs_c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     total = tl.zeros((ROWS, BLOCK_C), dtype=tl.float32)
@@ -137,7 +137,7 @@ def run_forward(
     normed = torch.empty(x.shape, dtype=out_dtype, device=x.device)
     stream = x if residual is None else torch.empty(x.shape, dtype=residual.dtype, device=x.device)
     rstd = torch.empty(N, dtype=torch.float32, device=x.device)
-    forward_kernel[(triton.cdiv(N, tiles.rows),)](
+    norm_forward_kernel[(triton.cdiv(N, tiles.rows),)](
         x, x if residual is None else residual, weight, normed, stream, rstd,
         row_stride(x), 0 if residual is None else row_stride(residual), N, C, eps,
         HAS_RESIDUAL=residual is not None, ROWS=tiles.rows, BLOCK_C=triton.next_power_of_2(C), num_warps=tiles.warps,
@@ -163,12 +163,12 @@ def run_backward(
     dx = dresidual if x_dtype == stream.dtype else torch.empty(stream.shape, dtype=x_dtype, device=stream.device)
     programs = min(triton.cdiv(N, tiles.backward_rows), tiles.programs * num_processors(stream.device.index))
     parts = torch.empty(programs, C, dtype=torch.float32, device=stream.device)
-    backward_kernel[(programs,)](
+    norm_backward_kernel[(programs,)](
         stream, weight, rstd, dnormed, dnormed if dstream is None else dstream, dresidual, dx, parts,
         row_stride(stream), C, C, N, C,
         HAS_DSTREAM=dstream is not None, SPLIT=dx is not dresidual, PREFETCH=tiles.prefetch,
         ROWS=tiles.backward_rows, BLOCK_C=triton.next_power_of_2(C), num_warps=tiles.backward_warps,
     )  # fmt: skip
     dweight = torch.empty(C, dtype=weight.dtype, device=stream.device)
-    sum_parts_kernel[(triton.cdiv(C, 32),)](parts, dweight, programs, C, ROWS=64, BLOCK_C=32, num_warps=8)
+    norm_sum_parts_kernel[(triton.cdiv(C, 32),)](parts, dweight, programs, C, ROWS=64, BLOCK_C=32, num_warps=8)
     return dresidual, dx, dweight

@@ -21,7 +21,7 @@ WARPS = 4
 
 
 @triton.jit
-def forward_kernel(gate_ptr, up_ptr, out_ptr, stride_g, stride_u, C, BLOCK_C: tl.constexpr):
+def swiglu_forward_kernel(gate_ptr, up_ptr, out_ptr, stride_g, stride_u, C, BLOCK_C: tl.constexpr):
     """out is contiguous rows (N, C); a program takes a block of one row."""
     blocks = tl.cdiv(C, BLOCK_C)
     row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
@@ -34,7 +34,7 @@ def forward_kernel(gate_ptr, up_ptr, out_ptr, stride_g, stride_u, C, BLOCK_C: tl
 
 
 @triton.jit
-def backward_kernel(
+def swiglu_backward_kernel(
     gate_ptr, up_ptr, dout_ptr, dgate_ptr, dup_ptr, stride_g, stride_u, stride_d, C, BLOCK_C: tl.constexpr
 ):  # fmt: skip
     """dup = dout silu(gate), dgate = dout up s (1 + gate (1 - s)) with s the sigmoid of gate."""
@@ -61,7 +61,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
     Raises UserError for dtypes, devices, strides or sizes that the kernels do not take.
     """
-    check_tensors("swiglu", forward_kernel, gate=gate, up=up)
+    check_tensors("swiglu", swiglu_forward_kernel, gate=gate, up=up)
     if gate.shape != up.shape or gate.dtype != up.dtype:
         kinds = f"gate {tuple(gate.shape)} {gate.dtype} and up {tuple(up.shape)} {up.dtype}"
         raise UserError(f"swiglu: {kinds} must have one shape and dtype; cast or reshape them")
@@ -127,7 +127,7 @@ def run_forward(gate: Tensor, up: Tensor, block: int = BLOCK, warps: int = WARPS
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     rows, C = grid_of(gate, up)
     grid = (rows * triton.cdiv(C, block),)
-    forward_kernel[grid](gate, up, out, row_stride(gate), row_stride(up), C, BLOCK_C=block, num_warps=warps)
+    swiglu_forward_kernel[grid](gate, up, out, row_stride(gate), row_stride(up), C, BLOCK_C=block, num_warps=warps)
     return out
 
 
@@ -149,7 +149,7 @@ def run_backward(
         dgate, dup = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (gate, up))
     rows, C = grid_of(gate, up)
     grid = (rows * triton.cdiv(C, block),)
-    backward_kernel[grid](
+    swiglu_backward_kernel[grid](
         gate, up, dout, dgate, dup, row_stride(gate), row_stride(up), row_stride(dgate), C,
         BLOCK_C=block, num_warps=warps,
     )  # fmt: skip

@@ -35,10 +35,10 @@ def check_kernels(kernels: KernelsConfig, device: torch.device) -> None:
         return
     try:
         from kernel.operator_inputs import is_interpreted
-        from kernel.rms_norm_kernels import forward_kernel
+        from kernel.rms_norm_kernels import norm_forward_kernel
     except ImportError as error:
         raise UserError(f"kernels.fused=true needs Triton ({error}); install it, or use kernels=plain") from error
-    if device.type != "cuda" and not is_interpreted(forward_kernel):
+    if device.type != "cuda" and not is_interpreted(norm_forward_kernel):
         raise UserError(f"kernels.fused=true needs a CUDA device, not {device}; use kernels=plain")
 
 
