@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.run_dir import write_json_atomic, write_text_atomic
-from llm.plan_layouts import Planner, PlanRow
+from llm.plan_layouts import Planner, PlanRow, best_of_each_kind
 
 GB = 1e9
 HEADER = ("layout", "batch x accum", "checkpointing", "memory GB", "largest phase", "sent GB by axis", "step s",
@@ -84,7 +84,9 @@ def document(planner: Planner, rows: list[PlanRow], dry_runs: list[dict[str, Any
 
 
 def write_plan(directory: str | Path, planner: Planner, rows: list[PlanRow], plan: dict[str, Any]) -> None:
-    """plan.json, and plan.html with the whole table."""
+    """plan.json, memory.png, and plan.html with the whole table."""
+    from llm.plan_figure import draw_memory  # brings matplotlib
+
     write_json_atomic(Path(directory) / "plan.json", plan)
     lines = [cells(row, planner.config.world_size) for row in rows]
     head = "".join(f"<th>{html.escape(name)}</th>" for name in HEADER)
@@ -96,10 +98,14 @@ def write_plan(directory: str | Path, planner: Planner, rows: list[PlanRow], pla
     )
     facts = html.escape(", ".join(f"{key} {value}" for key, value in plan["plan"].items()))
     sources = "".join(f"<li>{html.escape(str(text))}</li>" for text in plan["sources"].values())
+    config = planner.config
+    title = f"{plan['plan']['parameters'] / 1e9:.1f}B parameters on {config.world_size} {config.hardware.name}"
+    draw_memory(Path(directory) / "memory.png", best_of_each_kind(rows), planner.limit_bytes, title)
     style = "body{font:15px sans-serif;margin:2em}td,th{padding:2px 12px;text-align:left}.large{color:#999}"
     write_text_atomic(
         Path(directory) / "plan.html",
         f"<!doctype html><meta charset=utf-8><title>plan</title><style>{style}</style><h1>Plan</h1><p>{facts}</p>"
         f"<p>Quickest first; grey layouts need more than {planner.limit_bytes / GB:.1f} GB.</p>"
-        f"<table><tr>{head}</tr>\n{body}</table><p>Figures of the device and its links:</p><ul>{sources}</ul>\n",
+        f"<p><img src=memory.png alt='memory by layout'></p><table><tr>{head}</tr>\n{body}</table>"
+        f"<p>Figures of the device and its links:</p><ul>{sources}</ul>\n",
     )
