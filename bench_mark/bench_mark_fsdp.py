@@ -22,24 +22,23 @@ from typing import Any
 import torch
 
 from bench_mark.bench_mark_fsdp_contestants import VARIANTS, Contestant, Setup, build
+from bench_mark.bench_mark_fsdp_predictions import predictions
 from bench_mark.bench_mark_model import SHAPES, load_model_config
 from bench_mark.bench_mark_model_report import facts
 from configs.errors import UserError
 from configs.report_numbers import format_quantity
 from configs.run_dir import write_json_atomic
 from llm.args import HardwareConfig, KernelsConfig
-from llm.cost_model import Workload, predict_workload
-from llm.hardware import detect_hardware
+from llm.cost_model import Workload
+from llm.hardware import Hardware, detect_hardware
 from llm.metrics_memory import PeakMemory
-from llm.plan_memory import rank_memory
-from llm.plan_shapes import data_layout, meta_params, predicted_traffic
 from parallel.collectives import barrier
 from parallel.mesh import close_mesh, init_mesh
 from parallel.mesh_degrees import Degrees
 
 COLUMNS = (
-    f"{'variant':14} {'step':>10} {'over bare':>10} {'exposed':>10} {'peak':>10} {'predicted':>10} {'ratio':>6} "
-    f"{'sent a step':>12} {'predicted':>12}  scaling"
+    f"{'variant':12} {'step':>9} {'predicted':>9} {'ratio':>5} {'over bare':>9} {'exposed':>9} {'host':>9} "
+    f"{'peak':>9} {'predicted':>9} {'ratio':>5} {'sent':>9} {'predicted':>9}  scaling"
 )
 LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
 
@@ -103,30 +102,14 @@ def allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
-def predictions(contestant: Contestant, setup: Setup) -> dict[str, Any]:
-    """Peak bytes and bytes sent from the cost models; FSDP2 and "-all" send otherwise, and have none."""
-    if contestant.name not in ("bare", "zero1", "zero2", "zero3"):
-        return {"peak_bytes": None, "sent_bytes": None}
-    world_size, rank = (1, 0) if contestant.name == "bare" else (setup.mesh.world_size, setup.mesh.rank)
-    config = contestant.config
-    params = meta_params(setup.work.model, config.optimizer.name)
-    layout = data_layout(config.parallel, config.parallel.degrees().resolve(world_size), 1, config.dtype)
-    sent = sum(entry.bytes for entry in predicted_traffic(params, config, world_size, 1, rank))
-    if world_size == 1 and contestant.name != "bare":
-        sent = None  # forced in a group of one rank, where nothing has to be sent
-    peak = None
-    if setup.checkpointing != "selective":
-        peak = rank_memory(setup.work, params, layout, setup.checkpointing).peak_bytes
-    return {"peak_bytes": peak, "sent_bytes": sent}
-
-
-def row_of(contestant: Contestant, setup: Setup, bare_s: float | None) -> dict[str, Any]:
+def row_of(contestant: Contestant, setup: Setup, hardware: Hardware, bare_s: float | None) -> dict[str, Any]:
     lines = [line for step in contestant.comm for line in step]
     count, step_s = len(contestant.seconds), statistics.median(contestant.seconds)
-    predicted = predictions(contestant, setup)
+    predicted = predictions(contestant, setup, hardware)
     return {
         "variant": contestant.name,
         "step_s": step_s,
+        "predicted_step_s": predicted["step_s"],
         "over_bare_s": None if bare_s is None else step_s - bare_s,
         "over_bare": None if bare_s is None else step_s / bare_s,
         "exposed_s": sum(line["exposed_seconds"] for line in lines) / count if lines else None,
@@ -147,15 +130,18 @@ def row_of(contestant: Contestant, setup: Setup, bare_s: float | None) -> dict[s
 
 def show(row: dict[str, Any]) -> str:
     def text(key: str, unit: str) -> str:
-        return "–" if row[key] is None else format_quantity(row[key], unit)
+        return f"{'–' if row[key] is None else format_quantity(row[key], unit):>9}"
 
-    predicted, scaling = row["predicted_peak_bytes"], row["scaling"]
-    ratio = "–" if not predicted else f"{row['peak_bytes'] / predicted:.2f}"
+    def ratio(key: str) -> str:
+        predicted = row[f"predicted_{key}"]
+        return f"{'–' if not predicted else format(row[key] / predicted, '.2f'):>5}"
+
     return (
-        f"{row['variant']:14} {text('step_s', 's'):>10} {text('over_bare_s', 's'):>10} {text('exposed_s', 's'):>10} "
-        f"{text('peak_bytes', 'bytes'):>10} {text('predicted_peak_bytes', 'bytes'):>10} {ratio:>6} "
-        f"{text('sent_bytes', 'bytes'):>12} {text('predicted_sent_bytes', 'bytes'):>12}  "
-        + ("–" if scaling is None else f"{scaling:.3f}")
+        f"{row['variant']:12} {text('step_s', 's')} {text('predicted_step_s', 's')} {ratio('step_s')} "
+        f"{text('over_bare_s', 's')} {text('exposed_s', 's')} {text('host_s', 's')} "
+        f"{text('peak_bytes', 'bytes')} {text('predicted_peak_bytes', 'bytes')} {ratio('peak_bytes')} "
+        f"{text('sent_bytes', 'bytes')} {text('predicted_sent_bytes', 'bytes')}  "
+        + ("–" if row["scaling"] is None else f"{row['scaling']:.3f}")
     )
 
 
@@ -216,11 +202,11 @@ def main() -> None:
     known = facts(hardware, work.dtype) | {
         "ranks": mesh.world_size, "backend": mesh.backend, "model": args.model or "default", "kernels": args.kernels,
         "attention": work.model.attention, "compile": work.compile, "batch": [work.micro_batch_size, work.seq_len],
-        "checkpointing": setup.checkpointing, "predicted_bare_step_s": predict_workload(work, hardware)["step_s"],
+        "checkpointing": setup.checkpointing,
     }  # fmt: skip
     contestants = measure(setup, args.variants.split(","), args.steps, args.warmup)
     bare = [statistics.median(c.seconds) for c in contestants if c.name == "bare"]
-    rows = [row_of(contestant, setup, bare[0] if bare else None) for contestant in contestants]
+    rows = [row_of(contestant, setup, hardware, bare[0] if bare else None) for contestant in contestants]
     known["loss_difference"] = check_losses(rows, work.dtype, mesh.world_size)
     if mesh.is_main:
         report(known, rows, args.out or f"bench_mark/results/fsdp_{mesh.device.type}_{mesh.world_size}.json")
@@ -231,8 +217,7 @@ def report(known: dict[str, Any], rows: list[dict[str, Any]], path: str) -> None
     print(
         f"{known['hardware']} · {known['ranks']} ranks · {known['dtype']} · torch {known['torch']} · {known['commit']}"
     )
-    print(f"bare step predicted {format_quantity(known['predicted_bare_step_s'], 's')}; "
-          f"losses within {known['loss_difference']:.1e}")  # fmt: skip
+    print(f"losses within {known['loss_difference']:.1e}")
     print(COLUMNS)
     for row in rows:
         print(show(row))
