@@ -16,6 +16,7 @@ from configs.run_dir import read_json
 FOLDER = "profile"
 COLUMNS = ("forward", "backward")  # of the table of times; the rest of a row stands under "other"
 SHOWN_ROWS = 24
+NEGLIGIBLE = 1e-4  # a category that never reaches this share of the peak is left out of the figure
 
 
 @dataclass
@@ -50,7 +51,7 @@ def memory_figure(memory: dict[str, Any]) -> Figure | None:
         {"x": times, "y": [value / scale for value in values], "name": name, "color": f"memory-{name}", "width": 0.5,
          "mode": "lines", "stack": True}
         for name, values in memory["categories"].items()
-        if any(values)
+        if max(values) > NEGLIGIBLE * peak
     ]  # fmt: skip
     totals = [sum(values) for values in zip(*memory["categories"].values(), strict=True)]
     blocks = memory["blocks"]

@@ -52,7 +52,7 @@ class HostTimes:
 def sweep_host(events: list[Event], modules: set[str]) -> HostTimes:
     """Go through the events of the threads that run steps, outermost first, and give each its own time and label."""
     steps = [event for event in events if is_step(event)]
-    threads = {(event["pid"], event["tid"]) for event in events if is_step(event) or is_mark(event)}
+    threads = {(event["pid"], event["tid"]) for event in events if is_step(event) or is_backward(event)}
     own = [e for e in events if e.get("cat") in HOST_KINDS and (e["pid"], e["tid"]) in threads and "dur" in e]
     own.sort(key=lambda event: (event["ts"], -event["dur"]))
     times, stack = HostTimes(steps=steps), []
@@ -86,6 +86,11 @@ def is_step(event: Event) -> bool:
 
 def is_phase(event: Event) -> bool:
     return event.get("cat") == "user_annotation" and event["name"] in PHASES
+
+
+def is_backward(event: Event) -> bool:
+    """Whether autograd runs a node here: on a GPU a thread of its own does, while the step's thread waits."""
+    return event.get("cat") == "cpu_op" and event["name"].startswith("autograd::engine")
 
 
 def is_mark(event: Event) -> bool:
