@@ -147,3 +147,16 @@ def test_full_sequences_are_cut_so_that_the_last_wave_is_nearly_full(B, heads, t
 def test_short_sequences_get_one_tile_a_program_and_long_batches_one_chunk_a_sequence():
     assert chunks_aimed_at(1, 8, 4, 396) >= 4
     assert -(-2000 * 20 // chunks_aimed_at(2000, 8, 20, 396)) >= 20
+
+
+@on_cpu
+def test_compiled_calls_of_other_lengths_keep_one_graph():
+    """torch.compile sees one node, and a longer cache does not break the graph."""
+    compiled = torch.compile(
+        lambda q, k, v, lens: flash_attention_decode(q, k, v, lens), fullgraph=True, backend="aot_eager", dynamic=True
+    )
+    q, k, v, lens = random_cache([40, 0, 17], S, (2, 1), 2, 32)
+    for length in (S, 48):
+        arguments = (q, k[:, :length], v[:, :length], lens)
+        eager = flash_attention_decode(*arguments)
+        assert all(torch.equal(x, y) for x, y in zip(compiled(*arguments), eager, strict=True))
