@@ -176,6 +176,7 @@ class KernelsConfig:
     """
 
     fused: bool = False
+    embedding: bool | None = None  # the table read in the stream's dtype, its gradient without atomics
     norm: bool | None = None  # RMSNorm with the residual addition before it
     rope: bool | None = None  # queries and keys in one launch
     swiglu: bool | None = None
@@ -192,7 +193,7 @@ class KernelsConfig:
             check_choice("kernels.stream", self.stream, ("bfloat16", "float32"))
 
     def uses(self, operation: str) -> bool:
-        """Whether `operation` (norm, rope, swiglu, linear, loss, optimizer) is fused."""
+        """Whether `operation` (embedding, norm, rope, swiglu, linear, loss, optimizer) is fused."""
         own = getattr(self, operation)
         return self.fused if own is None else own
 

@@ -5,7 +5,7 @@ stores them), grouped-query attention (Ainslie et al. 2023), SwiGLU (Shazeer 202
 (Qwen3), tied embeddings, mixture of experts (llm/moe.py). Strategies are applied from outside (llm/parallelize.py)
 through four seams: a Linear's `matmul`, an attention's `attend`, a block's `checkpoint`, and the names of `blocks`;
 fused kernels through
-`normalise`, `rotate`, `activate` and `project` (llm/transformer_kernels.py).
+`lookup`, `normalise`, `rotate`, `activate` and `project` (llm/transformer_kernels.py).
 
 Shapes: B batch, T query tokens, S keys, C d_model, F d_ff, H heads, K kv heads, D head_dim, V vocab, L layers,
 E experts, N = B*T.
@@ -37,10 +37,15 @@ class Embedding(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
         self.stream_dtype: torch.dtype | None = None
+        self.lookup: Callable[[Tensor, Tensor, torch.dtype], Tensor] = look_up  # a seam
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        x = F.embedding(token_ids, self.weight)  # (B, T, C)
-        return x.to(self.stream_dtype) if self.stream_dtype and torch.is_autocast_enabled(x.device.type) else x
+        lower = self.stream_dtype is not None and torch.is_autocast_enabled(token_ids.device.type)
+        return self.lookup(token_ids, self.weight, self.stream_dtype if lower else self.weight.dtype)  # (B, T, C)
+
+
+def look_up(token_ids: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    return F.embedding(token_ids, weight).to(dtype)
 
 
 class RmsNorm(nn.Module):

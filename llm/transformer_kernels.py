@@ -26,7 +26,7 @@ from llm.transformer import (
 from llm.transformer_layers import Linear, SwiGlu
 from llm.transformer_linear import linear, project_side_by_side, project_together
 
-OPERATIONS = ("norm", "rope", "swiglu", "linear", "loss", "optimizer")
+OPERATIONS = ("embedding", "norm", "rope", "swiglu", "linear", "loss", "optimizer")
 
 
 def check_kernels(kernels: KernelsConfig, device: torch.device) -> None:
@@ -54,6 +54,8 @@ def apply_kernels(model: nn.Module, kernels: KernelsConfig, device: torch.device
             module.activate = fused_activate
         if kernels.uses("linear"):
             join_projections(module)
+        if isinstance(module, Embedding) and kernels.uses("embedding"):
+            module.lookup = fused_lookup
         if isinstance(module, Embedding) and kernels.stream is not None:
             module.stream_dtype = getattr(torch, kernels.stream)
     for module in model.modules():
@@ -78,6 +80,12 @@ def make_loss(kernels: KernelsConfig, z_loss: float) -> CrossEntropyLoss | Fused
     if kernels.uses("loss"):
         return FusedCrossEntropyLoss(z_loss=z_loss, chunk_bytes=kernels.loss_chunk_mb << 20)
     return CrossEntropyLoss(z_loss=z_loss)
+
+
+def fused_lookup(token_ids: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    from kernel.embedding import embedding
+
+    return embedding(token_ids, weight, dtype)
 
 
 def fused_normalise(
