@@ -32,6 +32,7 @@ $(VENV)/.core: $(VENV)/.python pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.core
 	@echo installing into $(VENV) ...; $(RUN) -m pip install --disable-pip-version-check -q -e '.[dev]' || { echo "error: pip could not install the test tools; it needs a package index (pip config list shows which one is set)"; exit 2; }
+	@$(RUN) -m data_processing.language_identification_model || echo "without it the tests of the language stage are skipped"
 	@touch $@
 
 install: $(VENV)/.core
