@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from configs.errors import UserError, check_choice, check_positive
-from llm.args import HardwareConfig, ModelConfig
+from llm.args import HardwareConfig, KernelsConfig, ModelConfig
 from llm.optimizer import OptimizerConfig
 from llm.plan_memory import CHECKPOINTING
 
@@ -15,6 +15,7 @@ class PlanConfig:
     model: ModelConfig = "???"
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
     nodes: int = 1
     gpus_per_node: int | None = None  # null: the hardware's
     seq_len: int = 4096

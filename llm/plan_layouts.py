@@ -101,7 +101,7 @@ class Planner:
         config = self.config
         return Workload(
             self.model, choice.micro_batch_size, config.seq_len, config.optimizer.name, micro_batches, "cuda",
-            config.dtype, config.compile, False, config.world_size,
+            config.dtype, config.compile, False, config.world_size, config.kernels,
         )  # fmt: skip
 
     def layout(self, choice: Choice, degrees: Degrees, micro_batches: int) -> DataLayout:

@@ -1,12 +1,13 @@
 """Peak memory of one rank: the model's activations beside what parallel/cost_model_memory says of its states.
 
 Phases as in llm/cost_model_memory, for any data layout: the end of forward, backward through the last and the first
-block, the embedding, the update. Full activation checkpointing keeps a block's input and makes the rest again.
+block, the embedding, the update. Activation checkpointing keeps a block's input, and if selective the outputs of its
+matrix products and attention, and makes the rest again.
 """
 
 from dataclasses import dataclass
 
-from llm.cost_model_counts import Workload
+from llm.cost_model_counts import Workload, block_matrices, query_width
 from llm.cost_model_memory import (
     CUDA_WORKSPACE_BYTES,
     FP32,
@@ -18,12 +19,13 @@ from llm.cost_model_memory import (
     loss_bytes,
     matmul_bytes,
     optimizer_scratch_bytes,
+    stream_bytes,
     weight_copies,
 )
 from parallel.cost_model_memory import RankState, rank_state
 from parallel.cost_model_traffic import ITEM_BYTES, DataLayout, Param, gathered_dtype
 
-CHECKPOINTING = ("none", "full")
+CHECKPOINTING = ("none", "selective", "full")
 MOMENT_BYTES = {"adamw": 8, "sgd": 0, "muon": 8}
 
 
@@ -57,6 +59,7 @@ def rank_memory(work: Workload, params: list[Param], layout: DataLayout, checkpo
     state = rank_state(params, layout, moments_of(params, work.optimizer))
     block, kept, head = activation_bytes(work, layout, checkpointing)
     logits = loss_bytes(work)
+    scores = 0 if work.fuses("loss") else N * V * e  # the gradient of the logits
     base = state.weights + state.optimizer + batch_bytes(work)
     base += CUDA_WORKSPACE_BYTES if work.device == "cuda" else 0
     gradients = GradientBytes(params, layout, state)
@@ -69,7 +72,7 @@ def rank_memory(work: Workload, params: list[Param], layout: DataLayout, checkpo
     phases = {
         "forward": held + one_gathered + L * kept + (block - kept),
         "loss backward": held + kept_gathered + L * kept + head + logits,
-        "output backward": held + kept_gathered + L * kept + head + N * V * e + gradients.of_output + N * C * e,
+        "output backward": held + kept_gathered + L * kept + head + scores + gradients.of_output + N * C * e,
     }
     for name, layer in (("last block backward", L - 1), ("next block backward", L - 2), ("first block backward", 0)):
         if layer >= 0:
@@ -108,8 +111,17 @@ def activation_bytes(work: Workload, layout: DataLayout, checkpointing: str) -> 
         # Gathered in bfloat16 already: autocast makes no copies of the weights.
         block -= weight_copies(work, block_parameters(work.model))
         head -= weight_copies(work, work.model.vocab_size * work.model.d_model)
-    kept = FP32 * work.tokens * work.model.d_model if checkpointing == "full" else block
-    return block, kept, head
+    return block, block if checkpointing == "none" else min(block, checkpoint_bytes(work, checkpointing)), head
+
+
+def checkpoint_bytes(work: Workload, checkpointing: str) -> int:
+    """What is kept of a block until its backward under "selective" or "full" checkpointing."""
+    model, e = work.model, matmul_bytes(work)
+    per_token = stream_bytes(work) * model.d_model  # its input
+    if checkpointing == "selective":
+        products = [matrix.outputs * matrix.calls for matrix in block_matrices(model)]
+        per_token += e * (sum(products) + query_width(model)) + FP32 * model.num_heads
+    return work.tokens * per_token
 
 
 class GradientBytes:

@@ -90,7 +90,8 @@ def compute_of(
     width = (matrix.inputs * matrix.outputs) ** 0.5
     output = work.tokens * matrix.flops_per_token / interpolate(rates.matmul, width)  # forward
     block = (per_micro_batch - 3 * output - loss) / layers
-    again = block / 3 if checkpointing == "full" else 0.0
+    products = (whole.matmul_s + whole.attention_s) / work.grad_accum_steps - 3 * output  # of the blocks
+    again = {"none": 0.0, "full": block, "selective": block - products / layers}[checkpointing] / 3
     forward = [0.0, *[block / 3] * layers, output + loss]  # the loss makes its gradient in forward
     backward = [0.0, *[2 * block / 3 + again] * layers, 2 * output]
     for message in messages:  # FSDP copies a gathered unit out of its message

@@ -132,18 +132,39 @@ MEMORY_CASES = [
     for zero in (0, 1, 2, 3)
     for micro_batches, tie, rows in ((1, False, 32), (2, True, 2), (2, False, 20))
 ]
+CHECKPOINTED = [(zero, kept) for zero in (0, 3) for kept in ("selective", "full")]
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize(("zero", "micro_batches", "tie", "rows"), MEMORY_CASES)
 def test_peak_memory_matches_live_tensors(zero, micro_batches, tie, rows):
     model = replace(TINY, vocab_size=1024, d_model=96, d_ff=256, num_layers=4, tie_embeddings=tie)
-    config = replace(train_config(zero=zero, bucket_mb=0.2), model=model)
-    degrees = config.parallel.degrees().resolve(4)
-    measured = pool_of(4).run(peak_of_a_step, config, rows, micro_batches, degrees=degrees)
-    work = Workload(model, rows, T, "adamw", micro_batches, "cpu", "float32", "none", False, 4)
-    predicted = rank_memory(work, meta_params(model), data_layout(config.parallel, degrees, micro_batches))
+    check_memory(replace(train_config(zero=zero, bucket_mb=0.2), model=model), 4, rows, micro_batches)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("zero", "kept"), CHECKPOINTED)
+def test_peak_memory_with_checkpointing_matches_live_tensors(zero, kept):
+    model = replace(TINY, vocab_size=256, d_model=96, d_ff=256, num_layers=6)
+    config = train_config(zero=zero, bucket_mb=0.2, activation_checkpointing=kept)
+    found = check_memory(replace(config, model=model), 2, 32, 1)
+    none = replace(train_config(zero=zero, bucket_mb=0.2), model=model)
+    assert found.peak_bytes < 0.8 * predict_rank(none, 2, 32, 1).peak_bytes
+
+
+def predict_rank(config, ranks, rows, micro_batches):
+    degrees = config.parallel.degrees().resolve(ranks)
+    work = Workload(config.model, rows, T, "adamw", micro_batches, "cpu", "float32", "none", False, ranks)
+    layout = data_layout(config.parallel, degrees, micro_batches)
+    return rank_memory(work, meta_params(config.model), layout, config.parallel.activation_checkpointing)
+
+
+def check_memory(config, ranks, rows, micro_batches):
+    degrees = config.parallel.degrees().resolve(ranks)
+    measured = pool_of(ranks).run(peak_of_a_step, config, rows, micro_batches, degrees=degrees)
+    predicted = predict_rank(config, ranks, rows, micro_batches)
     assert max(measured) == pytest.approx(predicted.peak_bytes, rel=MEMORY_RATIO), predicted
+    return predicted
 
 
 def plan_config(*overrides: str) -> PlanConfig:
