@@ -19,7 +19,7 @@ from parallel.fsdp_init import apply_fsdp, assign
 from parallel.fsdp_layout import plan_unit
 from parallel.mesh import Mesh
 from parallel.mesh_degrees import Degrees
-from tests.parallel.pool import pool_of
+from tests.parallel.pool import Pool, pool_of
 from tests.parallel.zero_toy import (
     MICRO_BATCHES,
     Case,
@@ -30,7 +30,7 @@ from tests.parallel.zero_toy import (
     share_of_loss,
     train_rank,
 )
-from tests.tolerances import BF16_ROUNDING, FP64
+from tests.tolerances import BF16_ROUNDING, FP32_GRADIENT, FP64
 
 ZERO2, ZERO3 = FsdpSettings(reshard_after_forward=False), FsdpSettings()
 MODEL = ModelConfig(
@@ -240,7 +240,9 @@ def windows() -> torch.Tensor:
 
 def loss_share(model, ranks: int, bfloat16: bool = False) -> torch.Tensor:
     token_ids = windows()
-    with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
+    device = model.rope.frequency_bits.device
+    token_ids = token_ids.to(device)
+    with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16):
         sums = CrossEntropyLoss()(model(token_ids[:, :-1]), token_ids[:, 1:])
     return sums.loss_sum / (ranks * token_ids[:, 1:].numel())
 
@@ -335,3 +337,62 @@ def test_a_model_on_meta_needs_its_weights():
 
 def one_rank() -> Mesh:
     return Mesh(0, 0, 1, torch.device("cpu"), "none", {})
+
+
+def gradients_in_a_group_of_one(mesh, settings, bfloat16=False, compiled=False):
+    """Of the model as it is and wrapped, on the mesh's device."""
+    found = []
+    for settings_or_none in (None, settings):
+        model = Transformer(MODEL)
+        initialise(model, seed=1)
+        model.to(mesh.device)
+        if compiled:
+            for block in model.blocks.values():
+                block.compile()
+        strategy = None
+        if settings_or_none is not None:
+            strategy = apply_fsdp(model, mesh, settings, model.blocks.values())
+            strategy.begin_micro_batch(last=True)
+        loss_share(model, 1, bfloat16).backward()
+        if strategy is not None:
+            strategy.finish_gradients()
+            log = calls_and_bytes(mesh.log.drain(0))
+        gradients = {name: param.grad for name, param in model.named_parameters()}
+        found.append(gradients if strategy is None else strategy.full_gradients())
+    return *found, log
+
+
+def check_group_of_one(device: str, compiled: bool, tolerance: float, settings: FsdpSettings = ZERO3):
+    bfloat16 = settings.param_dtype is not None
+    pool = Pool(1, device, timeout_s=300.0) if compiled else pool_of(1, device)  # compiling takes its time
+    job = partial(pool.run, degrees=Degrees(dp_shard=None), force=True)
+    ((plain, wrapped, log),) = job(gradients_in_a_group_of_one, settings, bfloat16, compiled)
+    if compiled:
+        pool.kill()
+    assert sum(calls for (op, _, _), (calls, _) in log.items() if op == "all_gather") == 2 * MODEL.num_layers
+    for name, gradient in plain.items():
+        atol = tolerance * gradient.abs().max().item()
+        torch.testing.assert_close(wrapped[name], gradient, rtol=0, atol=atol)
+
+
+BF16_SETTINGS = FsdpSettings(
+    param_dtype=torch.bfloat16, keep_dtype=keep_vectors_and_embedding, reduce_dtype=torch.float32
+)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("settings", [ZERO3, BF16_SETTINGS], ids=["float32", "bfloat16"])
+def test_a_forced_group_of_one_rank_changes_no_bit(settings):
+    check_group_of_one("cpu", compiled=False, tolerance=0.0, settings=settings)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_compiled_blocks_in_a_group_of_one_match_unwrapped_ones():
+    check_group_of_one("cpu", compiled=True, tolerance=FP32_GRADIENT)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_group_of_one_gpu_matches_the_unwrapped_model(compiled):
+    check_group_of_one("cuda", compiled, tolerance=2 * BF16_ROUNDING, settings=BF16_SETTINGS)
