@@ -18,7 +18,12 @@ from torch.utils._pytree import tree_iter
 from llm.metrics_memory import LiveTensorBytes
 
 CATEGORIES = ("weights", "optimizer", "gradients", "activations", "backward", "other")
-CATEGORY_OF_PHASE = {"forward": "activations", "graph": "activations", "backward": "backward"}
+CATEGORY_OF_PHASE = {
+    "forward": "activations",
+    "recomputation": "activations",
+    "graph": "activations",
+    "backward": "backward",
+}
 Where = tuple[str | None, str | None]  # phase and module in force
 
 

@@ -88,8 +88,11 @@ class StepRanges:
 
     @property
     def where(self) -> tuple[str | None, str | None]:
-        """The phase and the module in force."""
-        return (self.phases[-1] if self.phases else None), (self.modules[-1] if self.modules else self.backward_module)
+        """The phase and the module in force; a module that backward calls again makes the phase "recomputation"."""
+        phase = self.phases[-1] if self.phases else None
+        if not self.modules:
+            return phase, self.backward_module
+        return ("recomputation" if phase == "backward" else phase), self.modules[-1]
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

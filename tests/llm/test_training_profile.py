@@ -170,11 +170,13 @@ class Heard:
     """A sink that writes down what it is told."""
 
     def __init__(self) -> None:
-        self.open, self.calls = [], []
+        self.open, self.calls, self.phases = [], [], set()
+        self.ranges: StepRanges | None = None
 
     def push(self, name: str) -> None:
         self.open.append(name)
         self.calls.append("/".join(self.open))
+        self.phases.add(self.ranges.where[0])
 
     def pop(self) -> None:
         self.open.pop()
@@ -183,9 +185,9 @@ class Heard:
         self.calls.append(f"<{module}>")
 
 
-def heard_in_a_step(model: Transformer, compile_mode: str = "none") -> list[str]:
-    sink, loss = Heard(), CrossEntropyLoss()
-    ranges = StepRanges([sink])
+def heard_in_a_step(model: Transformer, compile_mode: str = "none", sink: Heard | None = None) -> list[str]:
+    sink, loss = sink or Heard(), CrossEntropyLoss()
+    ranges = sink.ranges = StepRanges([sink])
     ranges.attach(named_parts(model, loss), compile_mode)
     token_ids = torch.arange(8).view(1, 8)
     with ranges.phase("forward"):
@@ -216,10 +218,12 @@ def test_a_compiled_block_is_one_range(model):
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_recomputed_modules_are_ranges_within_backward(model, mode):
-    plain = heard_in_a_step(model)
+    sinks = Heard(), Heard()
+    plain = heard_in_a_step(model, sink=sinks[0])
     for block in model.blocks.values():
         block.checkpoint = make_checkpoint(mode)
-    calls = heard_in_a_step(model)
+    calls = heard_in_a_step(model, sink=sinks[1])
+    assert sinks[0].phases == {"forward", "backward"} and sinks[1].phases == {"forward", "backward", "recomputation"}
     forward = [call for call in plain if call.startswith("forward")]
     assert [call for call in calls if call.startswith("forward")] == forward
     assert "backward/blocks.0.attention/blocks.0.attention.project/blocks.0.attention.q_proj" in calls
