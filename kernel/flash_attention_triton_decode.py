@@ -168,23 +168,27 @@ def _(q, k, v, lens, table, integers, floats):
     return torch.empty(q.shape, dtype=q.dtype, device=q.device), lse
 
 
-def default_decode_config(q: Tensor) -> DecodeConfig:
-    """Tiles of 32 KiB of keys and values at most, so that three stages of two programs fit a processor."""
+def default_decode_config(q: Tensor, rows: int = MIN_ROWS) -> DecodeConfig:
+    """For tiles of `rows` query rows; keys and values of a tile are 32 KiB at most.
+
+    With 16 rows three programs fit the shared memory of a processor of Hopper (72 KB each), with more rows two.
+    """
     if not q.is_cuda:
         return DecodeConfig(16, 4, 1, 3)  # the interpreter: small tiles show every seam
     bytes_a_key = padded_dim(q.shape[-1]) * q.element_size()
     block_n = max(16, min(128, 16384 // bytes_a_key))
     if q.dtype == torch.float32:  # no tensor cores: eight warps hold the operands in registers, four spill
         return DecodeConfig(block_n, 8, 2, 2)
-    return DecodeConfig(block_n, 4, 3, 3)
+    return DecodeConfig(block_n, 4, 3, 3 if rows == MIN_ROWS else 2)
 
 
 def choose_config(q: Tensor, cache: DecodeCache, call: DecodeCall, tuner: Tuner) -> DecodeConfig:
     """The tuned configuration for this device, cache and amount of keys, or the default."""
     (B, T, H, _), (page_size, K) = q.shape, cache.k.shape[1:3]
     kind = "contiguous" if cache.table is None else f"pages of {page_size}"
-    key = make_key("decode", q, f"{kind}, rows of {row_tile(T * H // K, q.dtype)}", B * call.max_length)
-    return tuner.choose(key, default_decode_config(q), lambda config: run_decode(q, cache, call, config))
+    rows = row_tile(T * H // K, q.dtype)
+    key = make_key("decode", q, f"{kind}, rows of {rows}", B * call.max_length)
+    return tuner.choose(key, default_decode_config(q, rows), lambda config: run_decode(q, cache, call, config))
 
 
 def row_tile(num_rows: int, dtype: torch.dtype) -> int:
