@@ -20,6 +20,8 @@ from llm.cost_model_memory import MemoryPrediction, predict_memory
 from llm.cost_model_time import StepPrediction, predict_step_time
 from llm.hardware import Hardware
 from llm.metrics import mfu
+from llm.plan_memory import rank_memory
+from llm.plan_shapes import data_layout, meta_params
 
 __all__ = [
     "MemoryPrediction",
@@ -43,7 +45,17 @@ def predict_run(config: TrainConfig, hardware: Hardware, world_size: int = 1) ->
     Keys: parameters, active_parameters, flops_per_token (training), memory_peak_bytes, step_s, tokens_per_s (global),
     mfu (None on an unknown device), memory and step (their parts), bound, notes (remarks by key).
     """
-    return predict_workload(workload_of(config, hardware.device, world_size), hardware)
+    work = workload_of(config, hardware.device, world_size)
+    found = predict_workload(work, hardware)
+    parallel = config.parallel
+    if world_size == 1 and parallel.activation_checkpointing == "none":
+        return found
+    degrees = parallel.degrees().resolve(world_size)
+    layout = data_layout(parallel, degrees, work.grad_accum_steps, work.dtype)
+    params = meta_params(config.model, config.optimizer.name)
+    memory = rank_memory(work, params, layout, parallel.activation_checkpointing)
+    notes = found["notes"] | {"memory_peak_bytes": f"largest phase: {memory.phase}; one rank of {world_size}"}
+    return found | {"memory_peak_bytes": memory.peak_bytes, "memory": asdict(memory), "notes": notes}
 
 
 def predict_workload(work: Workload, hardware: Hardware) -> dict[str, Any]:

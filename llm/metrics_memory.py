@@ -99,5 +99,6 @@ def held_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
     parameters = list(model.parameters())
     held = [*parameters, *model.buffers(), *(p.grad for p in parameters if p.grad is not None)]
     if optimizer is not None:
+        held += [param for group in optimizer.param_groups for param in group["params"]]  # shards, where there are any
         held += [value for value in tree_iter(dict(optimizer.state)) if isinstance(value, Tensor)]
     return held

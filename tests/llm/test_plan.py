@@ -117,12 +117,7 @@ def peak_of_a_step(mesh, config, rows, micro_batches):
     step = TrainingStep(config, mesh, parts, make_forward_loss(model, CrossEntropyLoss(), "none"))
     given = batches(rows, micro_batches)
     step.run(0, given)
-    held = held_tensors(model, parts.optimizer)
-    if config.parallel.zero == 1:
-        held += [bucket.flat for bucket in parts.strategy.buckets]
-    if config.parallel.zero >= 2:
-        held += [tensor for unit in parts.strategy.all_units for tensor in (unit.master, unit.memory)]
-    with PeakMemory(torch.device("cpu"), held) as memory:
+    with PeakMemory(torch.device("cpu"), held_tensors(model, parts.optimizer)) as memory:
         step.run(1, given)
     return memory.peak_bytes
 
