@@ -5,7 +5,7 @@ storage of zero bytes, grown for the gather and freed after use, so that paramet
 what it saved of them) while their memory comes and goes.
 """
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -116,14 +116,17 @@ class FsdpUnit:
             whole = all(g is not None for g in gradients) and all(p.block * ranks == p.numel for p in places)
             make = torch.empty if whole else torch.zeros  # padding and missing gradients count as zero
             message = make(ranks * share, dtype=dtype, device=self.master.device)
-        targets, sources = [], []
-        for place, gradient in zip(places, gradients, strict=True):
+        by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+        slots = message.split([place.block for place in places] * ranks)  # rank by rank, parameter by parameter
+        for index, gradient in enumerate(gradients):
             if gradient is not None:
-                add_blocks(place, gradient, message.view(ranks, share), targets, sources)
-        if targets and into is None:
-            torch._foreach_copy_(targets, sources)
-        elif targets:
-            torch._foreach_add_(targets, [source.to(message.dtype) for source in sources])
+                pairs = by_dtype.setdefault(gradient.dtype, ([], []))
+                add_blocks(slots[index :: len(places)], gradient, places[index].block, pairs)
+        for targets, sources in by_dtype.values():
+            if into is None:  # of one dtype and in one dimension: few launches for all, casts included
+                torch._foreach_copy_(targets, sources)
+            else:
+                torch._foreach_add_(targets, [source.to(message.dtype) for source in sources])
         return message
 
     def start_reduce(self, message: Tensor) -> None:
@@ -156,16 +159,9 @@ class FsdpUnit:
         return [shard for shard, place in zip(self.shards, self.layout.places, strict=True) if place.trainable]
 
 
-def add_blocks(place: ParamPlace, gradient: Tensor, message: Tensor, targets: list[Any], sources: list[Any]) -> None:
-    """Append the places in a message (P, share) that a gradient's rows go to, and the rows: one or two copies."""
-    flat = gradient.reshape(-1)
-    end = place.gradient_offset + place.block
-    if not place.block:
-        return
-    blocks, rest = divmod(flat.numel(), place.block)
-    if blocks:
-        targets.append(message[:blocks, place.gradient_offset : end])
-        sources.append(flat[: blocks * place.block].view(blocks, place.block))
-    if rest:
-        targets.append(message[blocks, place.gradient_offset : place.gradient_offset + rest])
-        sources.append(flat[blocks * place.block :])
+def add_blocks(slots: Sequence[Tensor], gradient: Tensor, block: int, pairs: tuple[list[Tensor], list[Tensor]]) -> None:
+    """Append the places in a message that a gradient's rows go to, a rank's block each, and the rows themselves."""
+    targets, sources = pairs
+    for slot, rows in zip(slots, gradient.reshape(-1).split(block), strict=False):  # the last ranks may get none
+        targets.append(slot if rows.numel() == block else slot[: rows.numel()])
+        sources.append(rows)

@@ -174,8 +174,8 @@ MUTANTS = [
         "self.mesh.size(self.settings.replicate_axis) > 1", "False", "dp=4,dp_shard=2,zero=3",
     ),
     Mutant(
-        "fsdp: rows of the wrong rank", "parallel.fsdp_units:add_blocks", "flat[blocks * place.block :]",
-        "flat[blocks * place.block :].flip(0)", "dp=3,zero=3",
+        "fsdp: rows of the wrong rank", "parallel.fsdp_units:add_blocks", "zip(slots,",
+        "zip(tuple(reversed(slots)),", "dp=3,zero=3",
     ),
     Mutant(
         "fsdp: padding is not zero", "parallel.fsdp_units:FsdpUnit.take_gradients", "torch.zeros",
