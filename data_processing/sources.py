@@ -50,7 +50,7 @@ class SourceConfig:
     cut_characters: int = 100_000  # text: a longer one is cut at blank lines into documents of about this; 0 never cuts
     text_key: str = "text"
     id_key: str = "id"
-    source_name: str = ""  # the documents' `source`; "" keeps their own, or names the kind of source
+    source_name: str = ""  # the documents' `source`; "" keeps their own, or names the kind; html, pdf: {folder} works
     hf_config: str = ""
     hf_split: str = "train"
     max_documents: int = 0  # stop after so many documents; 0 is no limit

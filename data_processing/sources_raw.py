@@ -13,6 +13,7 @@ from data_processing.raw_document import RawDocument
 from data_processing.sources_files import describe_files, plain_bytes, relative_names
 
 HTML_SUFFIXES = tuple(kind + packed for kind in (".html", ".htm", ".xhtml") for packed in ("", ".gz", ".zst"))
+FOLDER = "{folder}"  # in source_name: the first folder below the common one, so that sources can be told apart
 PDF_SUFFIXES = (".pdf", ".pdf.gz")
 
 
@@ -44,4 +45,5 @@ class RawFileSource:
             except UserError as error:
                 self.quarantine.add(str(path), "unreadable_file", str(error))
                 continue
-            yield RawDocument(name, self.source_name, "", raw=data, kind=self.kind)
+            source = self.source_name.replace(FOLDER, name.split("/")[0] if "/" in name else self.kind)
+            yield RawDocument(name, source, "", raw=data, kind=self.kind)
