@@ -34,6 +34,7 @@ class Variant:
     compile: str = "none"
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
     attention: str = "sdpa"
+    nudge: bool = False  # begin a rounding away, to see what rounding alone does to the losses
 
 
 FUSED = KernelsConfig(fused=True)
@@ -46,6 +47,7 @@ VARIANTS = {
     "attention": Variant("model", attention="triton"),
     "fused": Variant("none", FUSED, "triton"),
     "fused-graph": Variant("none", GRAPH, "triton"),
+    "fused-graph-nudged": Variant("none", GRAPH, "triton", nudge=True),
     "fused-sdpa-graph": Variant("none", GRAPH, "sdpa"),
     "fused-compiled": Variant("model", FUSED, "triton"),
     "fused-compiled-graph": Variant("model", GRAPH, "triton"),
@@ -102,6 +104,8 @@ def our_contestant(name: str, work: Workload, mesh: Mesh, tokens: Tensor) -> Con
     config = train_config(work, VARIANTS[name])
     model = Transformer(config.model)
     initialise(model, seed=0)
+    if VARIANTS[name].nudge:
+        model.embedding.weight.data.mul_(1 + 2.0**-20)
     model.to(mesh.device)
     parts = parallelize(model, config, mesh)
     forward_loss = make_forward_loss(model, make_loss(config.kernels, z_loss=0.0), parts.compile)

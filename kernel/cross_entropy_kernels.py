@@ -19,11 +19,10 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @dataclass(frozen=True)
 class RowTiles:
-    """Elements of a row that a program holds at once, its warps, and whether it loads a block ahead."""
+    """Elements of a row that a program holds at once, and its warps."""
 
     block: int
     warps: int
-    prefetch: bool = False
 
 
 def default_rows(num_columns: int) -> RowTiles:
@@ -33,33 +32,34 @@ def default_rows(num_columns: int) -> RowTiles:
 
 
 @triton.jit
-def online_sum(row_ptr, valid_columns, PREFETCH: tl.constexpr, BLOCK_V: tl.constexpr):
-    """A row's maximum and the sum of exp(logit - maximum), block by block; PREFETCH loads a block ahead."""
-    offs_v = tl.arange(0, BLOCK_V)
-    top = tl.full((), float("-inf"), tl.float32)
-    total = tl.zeros((), tl.float32)
-    if PREFETCH:
-        ahead = tl.load(row_ptr + offs_v, mask=offs_v < valid_columns, other=float("-inf"))
+def online_sum(row_ptr, valid_columns, BLOCK_V: tl.constexpr):
+    """A row's maximum and the sum of exp(logit - maximum), block by block.
+
+    Each run of 32 columns has a maximum and a sum of its own until the end: four lanes share one, so that no warp waits
+    for another while the row is read.
+    """
+    RUN: tl.constexpr = 32 if BLOCK_V >= 32 else BLOCK_V
+    RUNS: tl.constexpr = BLOCK_V // RUN
+    offs_v = tl.arange(0, RUNS)[:, None] * RUN + tl.arange(0, RUN)[None, :]
+    tops = tl.full((RUNS,), float("-inf"), tl.float32)
+    sums = tl.zeros((RUNS,), tl.float32)
     for first in range(0, valid_columns, BLOCK_V):
-        if PREFETCH:
-            logit = ahead.to(tl.float32)
-            columns = first + BLOCK_V + offs_v
-            ahead = tl.load(row_ptr + columns, mask=columns < valid_columns, other=float("-inf"))
-        else:
-            columns = first + offs_v
-            logit = tl.load(row_ptr + columns, mask=columns < valid_columns, other=float("-inf")).to(tl.float32)
-        new_top = tl.maximum(top, tl.max(logit, axis=0))
-        total = total * tl.exp2((top - new_top) * LOG2E) + tl.sum(tl.exp2(logit * LOG2E - new_top * LOG2E), axis=0)
-        top = new_top
-    return top, total
+        columns = first + offs_v
+        logit = tl.load(row_ptr + columns, mask=columns < valid_columns, other=float("-inf")).to(tl.float32)
+        new_tops = tl.maximum(tops, tl.max(logit, axis=1))
+        pivots = tl.where(new_tops == float("-inf"), 0.0, new_tops) * LOG2E  # a run of masked columns has no maximum
+        sums = sums * tl.exp2(tops * LOG2E - pivots) + tl.sum(tl.exp2(logit * LOG2E - pivots[:, None]), axis=1)
+        tops = new_tops
+    top = tl.max(tops, axis=0)
+    pivot = tl.where(top == float("-inf"), 0.0, top)
+    return top, tl.sum(sums * tl.exp2((tops - pivot) * LOG2E), axis=0)
 
 
 @triton.jit
 def loss_kernel(
     logits_ptr, targets_ptr, lse_ptr, target_logit_ptr, loss_ptr, z_ptr,
     stride, num_columns, valid_columns, offset, ignore_index, z_loss, scale,
-    STATISTICS: tl.constexpr, GRADIENT: tl.constexpr, ONE_PASS: tl.constexpr, PREFETCH: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    STATISTICS: tl.constexpr, GRADIENT: tl.constexpr, ONE_PASS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One row of logits (rows, V): lse and the target's logit are computed (STATISTICS) or read, loss and z written.
 
@@ -81,7 +81,7 @@ def loss_kernel(
             exponential = tl.exp2(logit * LOG2E - top * LOG2E)
             total = tl.sum(exponential, axis=0)
         else:
-            top, total = online_sum(logits_ptr, valid_columns, PREFETCH, BLOCK_V)
+            top, total = online_sum(logits_ptr, valid_columns, BLOCK_V)
         lse = top + tl.log2(total) * LN2
         tl.store(lse_ptr + row, lse)
         tl.store(target_logit_ptr + row, target_logit)
@@ -143,8 +143,7 @@ def run_rows(
     one_pass = statistics and tiles.block >= V and numbers[0] > 0  # a shard of padding alone has no maximum
     loss_kernel[(n,)](
         logits, targets, *rows, logits.stride(0), V, *numbers,
-        STATISTICS=statistics, GRADIENT=gradient, ONE_PASS=one_pass, PREFETCH=tiles.prefetch,
-        BLOCK_V=tiles.block, num_warps=tiles.warps,
+        STATISTICS=statistics, GRADIENT=gradient, ONE_PASS=one_pass, BLOCK_V=tiles.block, num_warps=tiles.warps,
     )  # fmt: skip
 
 

@@ -98,10 +98,11 @@ class Projections(torch.autograd.Function):
 
 
 def cast_side_by_side(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The weights in `dtype` as one matrix (sum of outs, in), in one launch."""
+    """The weights in `dtype` as one matrix (sum of outs, in)."""
     sizes = [len(weight) for weight in weights]
     together = torch.empty(sum(sizes), weights[0].shape[1], dtype=dtype, device=weights[0].device)
-    torch._foreach_copy_(list(together.split(sizes)), [weight.detach() for weight in weights])
+    for part, weight in zip(together.split(sizes), weights, strict=True):
+        part.copy_(weight.detach())  # _foreach_copy_ took twice as long for two of them
     return together
 
 
