@@ -107,6 +107,34 @@ def test_collectives_are_one_reduce_scatter_and_one_gather_a_bucket():
         }
 
 
+def order_of_events(mesh):
+    strategy, optimizer = wrap(mesh, Case("adamw"))
+    events, enter, update = [], mesh.log.enter, optimizer.optimizer.update
+    mesh.log.enter = lambda op, *rest: (events.append(op), enter(op, *rest))[1]
+    optimizer.optimizer.update = lambda *arguments: (events.append("update"), update(*arguments))[1]
+    strategy.model.output.weight.register_hook(lambda gradient: events.append("last gradient"))
+    try:
+        for micro_batch in range(MICRO_BATCHES):
+            strategy.begin_micro_batch(last=micro_batch == MICRO_BATCHES - 1)
+            share_of_loss(strategy.model, mesh.rank, mesh.size("dp"), micro_batch).backward()
+        strategy.finish_gradients()
+        optimizer.step()
+    finally:
+        mesh.log.enter = enter
+    return events
+
+
+@pytest.mark.dist
+def test_buckets_leave_during_backward_and_parameters_come_back_during_the_step():
+    for events in run(2, order_of_events):
+        ends = [index for index, event in enumerate(events) if event == "last gradient"]
+        sent = [index for index, event in enumerate(events) if event == "reduce_scatter_sum"]
+        assert len(ends) == MICRO_BATCHES and ends[0] < sent[0] < ends[1]  # none of the first micro-batch
+        updates = [index for index, event in enumerate(events) if event == "update"]
+        gathers = [index for index, event in enumerate(events) if event == "all_gather"]
+        assert sent[-1] < updates[0] < gathers[0] < updates[-1] < gathers[-1]
+
+
 def what_a_rank_holds(mesh, case):
     strategy, optimizer = wrap(mesh, case)
     train_rank(mesh, strategy, optimizer, case)
