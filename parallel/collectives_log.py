@@ -11,10 +11,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+MOST_IN_FLIGHT = 256  # calls kept for the watchdog before those that are over are dropped
 
 Events = tuple[torch.cuda.Event, torch.cuda.Event]
 
@@ -88,12 +91,15 @@ class CommLog:
 
     def record_of(self, call: Call) -> CommRecord:
         key = (call.op, call.axis, call.dtype)
-        return self.records.setdefault(key, CommRecord(call.op, call.axis, call.dtype, call.ranks))
+        record = self.records.get(key)
+        if record is None:
+            record = self.records[key] = CommRecord(*key, call.ranks)
+        return record
 
     def enter(self, op: str, axis: str, ranks: int, *payload: Tensor) -> Call:
         """Count a collective with this payload; end it with `leave`. Its first event is recorded here."""
-        dtype = str(payload[0].dtype).removeprefix("torch.")
-        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in payload)
+        dtype = dtype_name(payload[0].dtype)
+        nbytes = sum(tensor.nbytes for tensor in payload)
         number = self.numbers[axis] = self.numbers.get(axis, 0) + 1
         call = Call(op, axis, dtype, ranks, nbytes, number, time.perf_counter())
         if payload[0].is_cuda:
@@ -102,7 +108,8 @@ class CommLog:
         record = self.record_of(call)
         record.calls += 1
         record.bytes += nbytes
-        self.in_flight = [other for other in self.in_flight if not other.is_over]
+        if len(self.in_flight) > MOST_IN_FLIGHT:  # not at each call: asking an event takes a microsecond
+            self.in_flight = [other for other in self.in_flight if not other.is_over]
         self.in_flight.append(call)
         return call
 
@@ -143,6 +150,11 @@ class CommLog:
         lines = [record.as_line(step) for record in self.records.values()]
         self.records = {}
         return lines
+
+
+@lru_cache
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def cuda_events() -> Events:

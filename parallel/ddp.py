@@ -54,7 +54,7 @@ class DataParallel:
         broadcast_parameters(model, mesh, self.settings.axis)
         self.named = {name: param for name, param in model.named_parameters() if param.requires_grad}
         self.parameters = list(self.named.values())
-        self.description = describe(model)
+        self.unchanged = Unchanged(model)
         self.is_active = mesh.is_active(self.settings.axis)
         self.buckets = self.make_buckets() if self.is_active and self.settings.mode == "bucketed" else []
         self.next_bucket = 0  # the first one not sent yet: buckets go out in one order on all ranks
@@ -112,7 +112,7 @@ class DataParallel:
         """After a step's last backward pass: every gradient becomes its sum over the axis."""
         if not self.is_active:
             return
-        check_unchanged(self.model, self.description)
+        self.unchanged.check()
         if self.settings.mode == "naive":
             synchronise_gradients(self.parameters, self.mesh, self.settings.axis)
             return
@@ -147,6 +147,28 @@ class DataParallel:
         for hook in self.hooks:
             hook.remove()
         self.hooks = []
+
+
+class Unchanged:
+    """Tells whether a model's parameters are still those that hooks were put on; cheap enough for every step."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.description = describe(model)
+        self.modules = list(model.modules())
+        self.seen = self.look()
+
+    def look(self) -> tuple[list[Any], list[Any]]:
+        """Everything that a change of a parameter, or a module with one, would change."""
+        tables = [module._parameters for module in self.modules]
+        params = [param for table in tables for param in table.values() if param is not None]
+        states = [(id(param), param.requires_grad, param.dtype, param.device, param.shape) for param in params]
+        return states, [len(module._modules) for module in self.modules]
+
+    def check(self) -> None:
+        """UserError that names the first parameter added, removed, replaced, frozen, moved or cast."""
+        if self.look() != self.seen:
+            check_unchanged(self.model, self.description)
 
 
 def describe(model: nn.Module) -> dict[str, tuple[int, torch.Size, torch.dtype, torch.device, bool]]:
