@@ -24,6 +24,7 @@ MIN_ROWS = 16  # of a tile of queries: the least that tl.dot takes
 MAX_ROWS = 64
 MIN_PAGE_SIZE = 16
 MERGED_AT_ONCE = 4096  # numbers of parts: 32 a thread, all asked for before the first is needed
+MOST_PART_BYTES = 2**28  # so many new tokens fill the device without cutting keys
 # The cost of a plan (chunks_aimed_at), set so that the order of the first sweep on an H200 comes out (docs/kernels.md).
 START_TILES, FEW_WAVES, LOST, MOST_WAVES = 2, 0.6, 0.35, 8
 
@@ -205,11 +206,12 @@ def run_decode(
     (B, T, H, D), K = q.shape, cache.k.shape[2]
     block_m, block_d = row_tile(T * H // K, q.dtype), padded_dim(D)
     side_by_side = K * num_blocks(T * H // K, block_m)
-    num_chunks, items = chunk_counts(B, side_by_side, call.max_length, config, q)
+    num_chunks, items = chunk_counts(q, side_by_side, call.max_length, config)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
-    parts = torch.empty(items, T, H, D, dtype=torch.float32, device=q.device)
-    part_lse = torch.empty(items, T, H, dtype=torch.float32, device=q.device)
+    num_parts = items if num_chunks > 1 else 0  # aiming at one chunk, the plan cuts no sequence
+    parts = torch.empty(num_parts, T, H, D, dtype=torch.float32, device=q.device)
+    part_lse = torch.empty(num_parts, T, H, dtype=torch.float32, device=q.device)
     numbers = (B, T, H, D, call.max_length, call.window, num_chunks)
     block_b = max(64, 1 << (B - 1).bit_length())
     table = cache.lens if cache.table is None else cache.table
@@ -235,11 +237,13 @@ def run_decode(
     return out, lse
 
 
-def chunk_counts(B: int, side_by_side: int, max_length: int, config: DecodeConfig, q: Tensor) -> tuple[int, int]:
+def chunk_counts(q: Tensor, side_by_side: int, max_length: int, config: DecodeConfig) -> tuple[int, int]:
     """(chunks that the plan aims at over all sequences, the most that it can make), for each kv head."""
+    B, tiles = q.shape[0], num_blocks(max_length, config.block_n)
     slots = (num_processors(q.device.index) if q.is_cuda else 8) * config.programs
-    tiles = num_blocks(max_length, config.block_n)
     num_chunks = chunks_aimed_at(B, side_by_side, tiles, slots)
+    if 4 * (num_chunks + B) * q[0].numel() > MOST_PART_BYTES:
+        num_chunks = 1
     return num_chunks, min(num_chunks + B, B * tiles)
 
 

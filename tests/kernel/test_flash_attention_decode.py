@@ -69,6 +69,17 @@ def test_the_result_does_not_depend_on_the_cut(programs, page_size):
 
 
 @on_cpu
+def test_parts_that_would_take_too_much_memory_are_not_made(monkeypatch):
+    from kernel import flash_attention_triton_decode as decode
+
+    q, k, v, lens = random_cache(LENGTHS, S, (4, 2), 2, 32)
+    assert decode.chunk_counts(q, 2, S, DecodeConfig(16, 4, 1, 3))[0] > 1
+    monkeypatch.setattr(decode, "MOST_PART_BYTES", 1000)
+    assert decode.chunk_counts(q, 2, S, DecodeConfig(16, 4, 1, 3)) == (1, 6)
+    assert_matches(flash_attention_decode(q, k, v, lens), exact_decode(q, k, v, LENGTHS))
+
+
+@on_cpu
 def test_strided_caches_and_int64_lengths_match_float64():
     q, k, v, lens = random_cache(LENGTHS, S, (4, 2), 1, 32)
     both = torch.stack((k, v), dim=3).transpose(1, 2).contiguous().transpose(1, 2)  # (B, S, K, 2, D), heads outside
