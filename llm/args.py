@@ -132,6 +132,7 @@ class ParallelConfig:
     dp: int | None = None  # ranks that see different data; null: what the other axes leave of the world
     dp_shard: int | None = None  # of them, ranks that share one copy of what zero shards; null: all, or 1 at zero=0
     tp: int = 1
+    sequence_parallel: bool = True  # between a tp rank's layers the tokens are cut over the ranks, not held by all
     pp: int = 1
     cp: int = 1
     ep: int = 1  # folds over dp x cp

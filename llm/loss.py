@@ -57,15 +57,21 @@ class FusedCrossEntropyLoss(nn.Module):
         self.ignore_index, self.z_loss, self.chunk_bytes = ignore_index, z_loss, chunk_bytes
 
     def forward(self, states: Tensor, output: Linear, targets: Tensor) -> LossSums:
-        from kernel.cross_entropy import LossOptions, linear_cross_entropy
+        from kernel.cross_entropy import linear_cross_entropy
 
         assert output.matmul in (F.linear, linear) and output.bias is None, "the fused loss reads the weight alone"
         rows, targets = states.reshape(-1, states.shape[-1]), targets.reshape(-1)
         if torch.is_autocast_enabled(rows.device.type):
             rows = rows.to(torch.get_autocast_dtype(rows.device.type))
-        options = LossOptions(self.ignore_index, self.z_loss, chunk_bytes=self.chunk_bytes)
-        loss_sum, z_loss_sum = linear_cross_entropy(rows, output.weight, targets, options)
+        loss_sum, z_loss_sum = linear_cross_entropy(rows, output.weight, targets, self.options())
         return LossSums(loss_sum, z_loss_sum, (targets != self.ignore_index).sum())
+
+    def options(self) -> Any:
+        """The kernel's settings, LossOptions."""
+        from kernel.cross_entropy import LossOptions
+
+        # A weight that FSDP gathered in bfloat16 must not have its gradient summed in it, chunk by chunk.
+        return LossOptions(self.ignore_index, self.z_loss, chunk_bytes=self.chunk_bytes, accumulate=torch.float32)
 
 
 @torch.no_grad()

@@ -17,8 +17,10 @@ from configs.errors import UserError
 from llm.args import ParallelConfig, TrainConfig
 from llm.data_loader import Batch
 from llm.loss import CrossEntropyLoss, FusedCrossEntropyLoss, LossSums
+from llm.loss_vocab import vocab_head
 from llm.optimizer import build_optimizer
 from llm.parallelize_strategy import Strategy
+from llm.parallelize_tensor import apply_tensor, fill_parts, tensor_strategy
 from llm.transformer_context import make_context
 from llm.transformer_init import initialise_range
 from llm.transformer_kernels import apply_kernels
@@ -28,6 +30,7 @@ from parallel.fsdp import FsdpSettings
 from parallel.fsdp_init import apply_fsdp
 from parallel.mesh import Mesh
 from parallel.sharded_optimizer import Zero1, Zero1Settings
+from parallel.tensor_parallel import TensorLayout
 
 ForwardLoss = Callable[[Batch], LossSums]
 
@@ -57,6 +60,9 @@ def make_forward_loss(
 
     def logits_and_loss(token_ids: Tensor, targets: Tensor, positions: Tensor | None, doc_ids: Tensor | None):
         ctx = make_context(token_ids, positions, doc_ids)
+        head = vocab_head(model, loss, targets)
+        if head is not None:
+            return model(token_ids, ctx, head=head)
         if isinstance(loss, FusedCrossEntropyLoss):
             return model(token_ids, ctx, head=lambda states, output: loss(states, output, targets))
         return loss(model(token_ids, ctx), targets)
@@ -82,22 +88,26 @@ def parallelize(model: nn.Module, config: TrainConfig, mesh: Mesh) -> Paralleliz
     """
     refuse_unknown(config.parallel)
     apply_kernels(model, config.kernels, mesh.device)
+    tensor_layout = apply_tensor(model, config, mesh)
     for block in model.blocks.values():
         block.checkpoint = make_checkpoint(config.parallel.activation_checkpointing)
     compile_mode = apply_compile(model, config.compile, mesh.device)
-    strategy = apply_data_strategy(model, config, mesh)
+    strategy = apply_data_strategy(model, config, mesh, tensor_layout)
+    strategy = tensor_strategy(strategy, model, tensor_layout)
     fused = config.kernels.uses("optimizer")
     optimizer = strategy.shard_optimizer(build_optimizer(model.named_parameters(), config.optimizer, fused))
     return Parallelized(model, optimizer, strategy, compile_mode)
 
 
 def refuse_unknown(config: ParallelConfig) -> None:
-    for name in ("pp", "cp", "tp", "ep"):
+    for name in ("pp", "cp", "ep"):
         if getattr(config, name) > 1:
             raise UserError(f"parallel.{name}={getattr(config, name)} is not implemented yet; use parallel.{name}=1")
 
 
-def apply_data_strategy(model: nn.Module, config: TrainConfig, mesh: Mesh) -> Strategy:
+def apply_data_strategy(
+    model: nn.Module, config: TrainConfig, mesh: Mesh, tensor_layout: TensorLayout | None = None
+) -> Strategy:
     """DDP for zero=0, ZeRO-1, or FSDP for zero=2 and 3; on a single rank that is not forced, DDP that does nothing."""
     parallel = config.parallel
     reduce_dtype = None if parallel.reduce_dtype is None else getattr(torch, parallel.reduce_dtype)
@@ -118,7 +128,7 @@ def apply_data_strategy(model: nn.Module, config: TrainConfig, mesh: Mesh) -> St
         reduce_each_micro_batch=parallel.reduce_each_micro_batch,
     )
     fill = partial(initialise_range, seed=config.seed, num_layers=config.model.num_layers)
-    return apply_fsdp(model, mesh, settings, model.blocks.values(), fill)
+    return apply_fsdp(model, mesh, settings, model.blocks.values(), fill_parts(fill, tensor_layout))
 
 
 def is_kept_by_autocast(name: str, param: Tensor) -> bool:

@@ -13,7 +13,7 @@ E experts, N = B*T.
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -143,9 +143,8 @@ class MultiHeadAttention(nn.Module):
         return q, k
 
     def forward(self, x: Tensor, ctx: BlockContext) -> Tensor:
-        B, T, _ = x.shape
-        # -1 for the heads: under tensor parallelism a rank holds only some of them.
         q, k, v = self.project(x, (self.q_proj, self.k_proj, self.v_proj))
+        B, T, _ = q.shape  # of q: x may be cut by tokens. -1 for the heads, of which a rank may hold some.
         q = q.view(B, T, -1, self.head_dim)  # (B, T, H, D)
         k = k.view(B, T, -1, self.head_dim)  # (B, T, K, D)
         v = v.view(B, T, -1, self.head_dim)  # (B, T, K, D)
@@ -173,8 +172,18 @@ def rotate_both(q: Tensor, k: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
     return RoPE.rotate(q, rope), RoPE.rotate(k, rope)
 
 
+class Pending(NamedTuple):
+    """A residual stream (B, T, C) and what is still to be added to it: the next norm adds as it reads."""
+
+    stream: Tensor
+    update: Tensor
+
+
 class TransformerBlock(nn.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x)): (B, T, C) -> (B, T, C)."""
+    """x + attention(norm(x)), then x + feed_forward(norm(x)): (B, T, C) -> (B, T, C).
+
+    With `defers_sum` the last sum is left to whoever reads next: it returns Pending, which every block takes.
+    """
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
@@ -183,15 +192,22 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = RmsNorm(config.d_model, config.norm_eps)
         self.ffn = MixtureOfExperts(config) if config.moe.num_experts else SwiGlu(config.d_model, config.d_ff)
 
+        self.defers_sum = False
         self.checkpoint: Callable | None = None  # called as checkpoint(function, *arguments): recompute in backward
 
-    def forward(self, x: Tensor, ctx: BlockContext) -> Tensor:
+    def forward(self, x: Tensor | Pending, ctx: BlockContext) -> Tensor | Pending:
         return self.compute(x, ctx) if self.checkpoint is None else self.checkpoint(self.compute, x, ctx)
 
-    def compute(self, x: Tensor, ctx: BlockContext) -> Tensor:
-        normed, x = self.attention_norm.with_stream(x)
+    def compute(self, x: Tensor | Pending, ctx: BlockContext) -> Tensor | Pending:
+        normed, x = self.attention_norm.with_stream(*read(x))
         normed, x = self.ffn_norm.with_stream(self.attention(normed, ctx), x)
-        return x + self.ffn(normed)
+        update = self.ffn(normed)
+        return Pending(x, update) if self.defers_sum else x + update
+
+
+def read(x: Tensor | Pending) -> tuple[Tensor, Tensor | None]:
+    """What RmsNorm.with_stream takes: the update and its stream, or the stream alone."""
+    return (x.update, x.stream) if isinstance(x, Pending) else (x, None)
 
 
 class Transformer(nn.Module):
@@ -224,7 +240,9 @@ class Transformer(nn.Module):
             x = block(x, ctx)
         if ctx.cache is not None:
             ctx.cache.advance(x.shape[1])
-        return self.norm(x) if self.norm is not None else x
+        if self.norm is None:
+            return x.stream + x.update if isinstance(x, Pending) else x
+        return self.norm.with_stream(*read(x))[0]
 
     def forward(self, x: Tensor, ctx: BlockContext | None = None, head: Head | None = None) -> Any:
         """Logits, or with `head` what it makes of the states and the output layer (a loss that needs no logits)."""

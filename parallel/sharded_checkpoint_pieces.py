@@ -18,8 +18,9 @@ from torch import Tensor
 class Piece:
     """`local` holds full.flatten()[start : start + local.numel()] of the tensor `name`, whose full shape is `shape`.
 
-    Elements of `local` past the end of the full tensor are padding: neither saved nor loaded. `replicas` ranks hold
-    these very elements and this is number `replica` of them; one of them writes.
+    With `box` = (offsets, sizes) it is a run of full[offsets : offsets + sizes] instead, as tensor parallelism cuts
+    columns. Elements of `local` past the end are padding: neither saved nor loaded. `replicas` ranks hold these very
+    elements and this is number `replica` of them; one of them writes.
     """
 
     name: str  # as in the single-device model
@@ -28,11 +29,17 @@ class Piece:
     local: Tensor  # contiguous, live: loading writes into it
     replicas: int = 1
     replica: int = 0
+    box: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     @property
     def numel(self) -> int:
         """How many elements of `local` belong to the full tensor."""
-        return max(0, min(self.local.numel(), math.prod(self.shape) - self.start))
+        return max(0, min(self.local.numel(), math.prod(self.sizes) - self.start))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The shape of what `local` is a run of."""
+        return self.shape if self.box is None else self.box[1]
 
     def of(self, name: str, local: Tensor) -> "Piece":
         """The same elements of another tensor of the same full shape, such as an optimizer's moment."""
@@ -58,11 +65,13 @@ def whole(name: str, tensor: Tensor, replicas: int = 1, replica: int = 0) -> Pie
 def boxes_of(piece: Piece) -> list[Box]:
     """The piece as boxes, without padding; none when it holds no element of a tensor that has some."""
     tensor = piece.local.detach()
-    if tuple(tensor.shape) == piece.shape and not piece.start:
-        return [Box(piece.name, piece.shape, (0,) * len(piece.shape), tensor)]
+    origin = (0,) * len(piece.shape) if piece.box is None else piece.box[0]
+    if tuple(tensor.shape) == piece.sizes and not piece.start:
+        return [Box(piece.name, piece.shape, origin, tensor)]
     flat, boxes, position = tensor.view(-1), [], 0
-    for offsets, shape in boxes_of_range(piece.shape, piece.start, piece.numel):
+    for inside, shape in boxes_of_range(piece.sizes, piece.start, piece.numel):
         count = math.prod(shape)
+        offsets = tuple(begin + offset for begin, offset in zip(origin, inside, strict=True))
         boxes.append(Box(piece.name, piece.shape, offsets, flat[position : position + count].view(shape)))
         position += count
     return boxes

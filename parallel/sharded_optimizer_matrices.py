@@ -68,10 +68,17 @@ class ShardedMatrices:
         cut = [(shard, owner) for shard, owner in zip(self.cut, self.owners, strict=True) if shard.has_gradient]
         cut.sort(key=lambda entry: entry[1])  # by owner, so that what goes to one rank lies together
         full = self.collect(cut, parts)
-        results = function(stacks + full)
+        mine = [shard for shard, owner in cut if owner == self.rank]
+        results = self.across([*whole, *mine], stacks + full, function)
         done = {shard.local: part.reshape(-1) for shard, part in zip(whole, results, strict=False)}
         done |= self.hand_back(cut, results[len(stacks) :], tensors[0].device if tensors else self.mesh.device)
         return [done[param].view(param.shape) for param in params]
+
+    def across(
+        self, shards: list[Shard], matrices: list[Tensor], function: Callable[[list[Tensor]], list[Tensor]]
+    ) -> list[Tensor]:
+        """function of what is whole along this axis; a strategy that cuts matrices along another one collects here."""
+        return function(matrices)
 
     def counts(self, cut: list[tuple[Shard, int]]) -> tuple[list[int], list[int]]:
         """Elements that this rank has for every owner, and elements that every rank has for this one."""

@@ -45,7 +45,7 @@ def parse_layout(text: str) -> Layout:
 def parse_value(name: str, value: str) -> Any:
     if name in ("ddp_mode", "reduce_dtype", "activation_checkpointing"):
         return value
-    if name in ("force", "reduce_each_micro_batch"):
+    if name in ("force", "reduce_each_micro_batch", "sequence_parallel"):
         return value == "true"
     try:
         return float(value) if name.endswith(("_mb", "_s")) else int(value)
