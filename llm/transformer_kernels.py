@@ -59,9 +59,11 @@ def apply_kernels(model: nn.Module, kernels: KernelsConfig, device: torch.device
         if isinstance(module, Embedding) and kernels.stream is not None:
             module.stream_dtype = getattr(torch, kernels.stream)
     for module in model.modules():
-        if isinstance(module, TransformerBlock) and isinstance(module.ffn, MixtureOfExperts) and kernels.uses("norm"):
-            # Experts' outputs are summed in the dtype of their input, which must stay that of the residual stream.
-            module.ffn_norm.normalise = partial(fused_normalise, keep_dtype=True)
+        if isinstance(module, TransformerBlock) and kernels.uses("norm"):
+            module.defers_sum = True  # the next norm adds as it reads
+            if isinstance(module.ffn, MixtureOfExperts):
+                # Experts' outputs are summed in the dtype of their input, which must stay the residual stream's.
+                module.ffn_norm.normalise = partial(fused_normalise, keep_dtype=True)
     return model
 
 
