@@ -18,10 +18,12 @@ from llm.cost_model_counts import (
 )
 from llm.cost_model_memory import MemoryPrediction, predict_memory
 from llm.cost_model_time import StepPrediction, predict_step_time
-from llm.hardware import Hardware
+from llm.hardware import Hardware, known_hardware
 from llm.metrics import mfu
 from llm.plan_memory import rank_memory
-from llm.plan_shapes import data_layout, meta_params
+from llm.plan_shapes import data_layout, meta_params, rank_messages
+from llm.plan_time import RankTime, cluster_of, message_seconds, rank_time
+from parallel.cost_model_traffic import Param
 
 __all__ = [
     "MemoryPrediction",
@@ -55,7 +57,36 @@ def predict_run(config: TrainConfig, hardware: Hardware, world_size: int = 1) ->
     params = meta_params(config.model, config.optimizer.name)
     memory = rank_memory(work, params, layout, parallel.activation_checkpointing)
     notes = found["notes"] | {"memory_peak_bytes": f"largest phase: {memory.phase}; one rank of {world_size}"}
-    return found | {"memory_peak_bytes": memory.peak_bytes, "memory": asdict(memory), "notes": notes}
+    found |= {"memory_peak_bytes": memory.peak_bytes, "memory": asdict(memory), "notes": notes}
+    step = predict_rank_step(config, hardware, work, params)
+    if step is None:
+        notes["step_s"] += "; the links' speed is not known, so communication is not in it"
+        return found
+    notes["step_s"] += f"; {step.step.exposed_s * 1e3:.1f} ms of communication exposed"
+    tokens_per_s, peak = work.global_tokens / step.step_s, hardware.peak_flops(work.dtype)
+    return found | {
+        "step_s": step.step_s,
+        "tokens_per_s": tokens_per_s,
+        "mfu": mfu(found["flops_per_token"], tokens_per_s, peak and peak * world_size),
+        "exposed_s": step.step.exposed_s,
+    }
+
+
+def predict_rank_step(config: TrainConfig, hardware: Hardware, work: Workload, params: list[Param]) -> RankTime | None:
+    """A step's seconds with its communication, for a GPU of configs/hardware whose links are known; else None."""
+    known = {entry.name: entry for entry in known_hardware()} if hardware.device == "cuda" else {}
+    links = known.get(hardware.name)
+    if links is None or links.link_bytes_per_s is None:
+        return None
+    nodes = -(-work.world_size // links.gpus_per_node)
+    if nodes > 1 and links.network_bytes_per_s is None:
+        return None
+    degrees = config.parallel.degrees().resolve(work.world_size)
+    layout = data_layout(config.parallel, degrees, work.grad_accum_steps, work.dtype)
+    messages = rank_messages(params, config, work.world_size, work.grad_accum_steps)
+    seconds_of = message_seconds(degrees, cluster_of(links, nodes, links.gpus_per_node))
+    checkpointing = config.parallel.activation_checkpointing
+    return rank_time(work, hardware.rates, layout, messages, seconds_of, checkpointing)
 
 
 def predict_workload(work: Workload, hardware: Hardware) -> dict[str, Any]:
@@ -64,8 +95,6 @@ def predict_workload(work: Workload, hardware: Hardware) -> dict[str, Any]:
     flops_per_token = train_flops_per_token(work.model, work.seq_len)
     peak = hardware.peak_flops(work.dtype)
     notes = {"step_s": f"largest part: {step.bound}"}
-    if work.world_size > 1:
-        notes["step_s"] += "; communication is not predicted"
     if peak is None:
         notes["mfu"] = hardware.note
     elif hardware.device == "cpu":

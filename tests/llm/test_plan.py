@@ -9,8 +9,10 @@ import torch
 from configs.errors import UserError
 from configs.loader import compose_config
 from llm.args import DataConfig, ModelConfig, ParallelConfig, TrainConfig
+from llm.cost_model import predict_run
 from llm.cost_model_counts import Workload, count_parameters
 from llm.data_loader import Batch
+from llm.hardware import Hardware
 from llm.loss import CrossEntropyLoss
 from llm.metrics_memory import PeakMemory, held_tensors
 from llm.optimizer import OptimizerConfig
@@ -21,7 +23,7 @@ from llm.plan_dry_run import dry_run_traffic
 from llm.plan_layouts import Planner, extrapolate
 from llm.plan_memory import rank_memory
 from llm.plan_shapes import data_layout, meta_params, params_of, predicted_traffic
-from llm.plan_time import cluster_of, message_seconds
+from llm.plan_time import cluster_of, datasheet_rates, message_seconds
 from llm.training_step import TrainingStep
 from llm.transformer import Transformer
 from llm.transformer_init import initialise
@@ -256,3 +258,20 @@ def test_a_plan_is_written_down_and_its_dry_run_agrees(tmp_path):
     assert json.loads((tmp_path / "plan" / "plan.json").read_text()) == json.loads(json.dumps(found))
     page = (tmp_path / "plan" / "plan.html").read_text()
     assert page.count("<tr") == 1 + len(found["layouts"]) and "zero=3,dp=16,dp_shard=8" in page
+
+
+def test_a_run_on_known_gpus_predicts_its_exposed_communication():
+    config = replace(train_config(zero=3), model=replace(TINY, d_model=1024, d_ff=4096, num_layers=8, head_dim=64))
+    config = replace(config, dtype="bfloat16", micro_batch_size=2048, global_batch_tokens=2048 * T * 8)
+    rates = datasheet_rates(compose_config(PlanConfig, "plan", ["hardware=h200"]).hardware, "bfloat16")
+    h200 = Hardware("h200", "cuda", "NVIDIA H200", 989e12, 494e12, 141e9, 4.8e12, "", rates)
+    one = predict_run(replace(config, global_batch_tokens=2048 * T), h200, 1)
+    sharded = predict_run(config, h200, 8)
+    copies = predict_run(replace(config, parallel=ParallelConfig()), h200, 8)
+    assert copies["step_s"] == pytest.approx(one["step_s"] + copies["exposed_s"]) and copies["exposed_s"] > 0
+    assert copies["tokens_per_s"] < 8 * one["tokens_per_s"] and copies["mfu"] < one["mfu"]
+    # Under ZeRO-3 an eighth of the update is left to each, and an eighth of the states.
+    assert sharded["step_s"] < copies["step_s"] and sharded["memory_peak_bytes"] < one["memory_peak_bytes"]
+    assert "ms of communication exposed" in sharded["notes"]["step_s"]
+    unknown = predict_run(config, replace(h200, name="unknown"), 8)
+    assert "communication is not in it" in unknown["notes"]["step_s"] and "exposed_s" not in unknown
