@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from llm.args import DataConfig, ModelConfig, ParallelConfig, TrainConfig
+from llm.args import DataConfig, ModelConfig, MoeConfig, ParallelConfig, TrainConfig
 from llm.data_loader import Batch
 from llm.loss import IGNORE_INDEX
 from llm.optimizer import OptimizerConfig
@@ -56,6 +56,7 @@ class Case:
     steps: int = 3
     tie: bool = True
     eps: float = 1e-8  # adamw
+    experts: bool = False  # in place of the dense feed-forward
     gradient_error: float = tolerances.FP64
     parameter_error: float = tolerances.FP64
     norm_error: float = tolerances.FP64
@@ -69,6 +70,7 @@ class Case:
         model = ModelConfig(
             vocab_size=VOCAB, max_seq_len=T, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, d_ff=24,
             qkv_bias=True, qk_norm=True, tie_embeddings=self.tie,
+            moe=MoeConfig(num_experts=3, experts_per_token=2, d_ff=10) if self.experts else MoeConfig(),
         )  # fmt: skip
         rates = {"sgd": 0.5, "adamw": 0.01, "muon": 0.02}
         optimizer = OptimizerConfig(
@@ -91,6 +93,7 @@ FP32_ERRORS = {
 BF16_ERRORS = {name: tolerances.BF16_GRADIENT for name in FP32_ERRORS}
 SGD64 = Case("sgd in float64")
 SGD64_UNTIED = Case("sgd in float64, untied", tie=False)
+EXPERTS64 = Case("sgd in float64, experts", experts=True)
 SGD32 = Case("sgd in float32", dtype="float32", **FP32_ERRORS)
 ADAMW64 = Case("adamw with clipping", optimizer="adamw", clip_norm=0.3, steps=10, parameter_error=tolerances.FP64_ADAMW)
 # An eps above the gradients' rounding: without it m / sqrt(v) would turn the sign of a rounding error into an update.
@@ -99,7 +102,7 @@ MUON = Case(
     "muon with clipping", dtype="float32", optimizer="muon", clip_norm=0.3,
     **FP32_ERRORS | {"parameter_error": tolerances.MUON_STEPS},
 )  # fmt: skip
-CASES = [SGD64, SGD64_UNTIED, SGD32, ADAMW64, BF16, MUON]
+CASES = [SGD64, SGD64_UNTIED, EXPERTS64, SGD32, ADAMW64, BF16, MUON]
 
 
 def make_model(case: Case, device: torch.device | str = "cpu") -> ParityModel:

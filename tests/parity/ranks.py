@@ -13,7 +13,9 @@ from llm.loss import CrossEntropyLoss
 from llm.parallelize import make_forward_loss, parallelize
 from llm.training_step import TrainingStep, rows_of_rank
 from parallel.mesh import Mesh
+from tests.parallel.pool import pool_of
 from tests.parity.cases import ROWS, Case, global_batch, make_model, micro_batches_of
+from tests.parity.layouts import Layout
 from tests.parity.mutants import Mutant, applied
 from tests.parity.reference import Result
 
@@ -28,15 +30,28 @@ class RankResult:
     comm: list[list[dict[str, Any]]] = field(default_factory=list)  # what each step sent
 
 
+def run_on_pool(
+    layout: Layout, case: Case, accumulation: int | str = 1, mutant: Mutant | None = None, device: str = "cpu"
+) -> list[RankResult]:
+    """Train `case` on the ranks of a layout, in rank order."""
+    config = layout.config()
+    answers = pool_of(layout.world_size, device).run(
+        run_layout, case, config, accumulation, mutant, degrees=layout.degrees(), force=config.force
+    )
+    return [
+        RankResult(Result.of(answer.pop("tensors")) if "tensors" in answer else None, **answer) for answer in answers
+    ]
+
+
 def run_layout(
     mesh: Mesh, case: Case, parallel: ParallelConfig, accumulation: int | str = 1, mutant: Mutant | None = None
-) -> RankResult:
-    """Train `case` under a layout and return what there is to compare."""
+) -> dict[str, Any]:
+    """On a rank: train `case` under a layout and return what there is to compare, as plain containers."""
     with applied(mutant) if mutant is not None else nullcontext():
         return train_case(mesh, case, parallel, accumulation)
 
 
-def train_case(mesh: Mesh, case: Case, parallel: ParallelConfig, accumulation: int | str) -> RankResult:
+def train_case(mesh: Mesh, case: Case, parallel: ParallelConfig, accumulation: int | str) -> dict[str, Any]:
     config = case.train_config(parallel)
     parts = parallelize(make_model(case, mesh.device), config, mesh)
     step = TrainingStep(config, mesh, parts, make_forward_loss(parts.model, CrossEntropyLoss(), parts.compile))
@@ -57,8 +72,9 @@ def train_case(mesh: Mesh, case: Case, parallel: ParallelConfig, accumulation: i
     result.parameters = {name: value.clone() for name, value in parts.strategy.full_parameters().items()}
     with parts.strategy.gathered():
         tied = torch.equal(parts.model.output.weight, parts.model.embedding.weight)
-    digests = {name: digest_of(value) for name, value in result.tensors().items()}
-    return RankResult(result if mesh.rank == 0 else None, digests, tied, comm)
+    tensors = result.tensors()
+    digests = {name: digest_of(value) for name, value in tensors.items()}
+    return {"digests": digests, "tied": tied, "comm": comm} | ({"tensors": tensors} if mesh.rank == 0 else {})
 
 
 def keep_first_gradients(strategy: Any) -> dict[str, Tensor | None]:

@@ -2,21 +2,17 @@
 
 import pytest
 
-from tests.parallel.pool import pool_of
 from tests.parity.compare import Mismatch, compare
 from tests.parity.layouts import parse_layout
 from tests.parity.mutants import MUTANTS, applied, find_function, mutated_code
-from tests.parity.ranks import run_layout
+from tests.parity.ranks import run_on_pool
 from tests.parity.reference import saved_reference
 
 pytestmark = pytest.mark.dist
 
 
 def run(mutant, with_patch):
-    layout = parse_layout(mutant.layout)
-    pool = pool_of(layout.world_size)
-    args = (mutant.case, layout.config(), mutant.accumulation, mutant if with_patch else None)
-    ranks = pool.run(run_layout, *args, degrees=layout.degrees(), force=layout.config().force)
+    ranks = run_on_pool(parse_layout(mutant.layout), mutant.case, mutant.accumulation, mutant if with_patch else None)
     compare(ranks, saved_reference(mutant.case), mutant.case)
 
 

@@ -2,10 +2,9 @@
 
 import pytest
 
-from tests.parallel.pool import pool_of
 from tests.parity.cases import ADAMW64, BF16, CASES, MUON, SGD32, SGD64, make_model
 from tests.parity.compare import compare, compare_communication
-from tests.parity.ranks import run_layout
+from tests.parity.ranks import run_on_pool
 from tests.parity.reference import saved_reference
 
 pytestmark = pytest.mark.dist
@@ -14,10 +13,7 @@ pytestmark = pytest.mark.dist
 def check(layout, case, accumulation=1, device="cpu"):
     if layout.config().reduce_dtype is not None and case is not BF16:
         pytest.skip("gradients that travel in fewer digits are compared in the pass that has no more")
-    pool = pool_of(layout.world_size, device)
-    ranks = pool.run(
-        run_layout, case, layout.config(), accumulation, degrees=layout.degrees(), force=layout.config().force
-    )
+    ranks = run_on_pool(layout, case, accumulation, device=device)
     compare(ranks, saved_reference(case), case)
     # The cost model counts every gradient; the naive mode and Muon's exchange leave out those that no rank has.
     counts_all = layout.config().ddp_mode == "bucketed" and case is not MUON
