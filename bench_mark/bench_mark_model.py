@@ -100,7 +100,7 @@ def take_steps(contestants: list[Contestant], config: BenchmarkConfig, device: t
             contestant.losses += losses
 
 
-def compete(work: Workload, names: list[str], config: BenchmarkConfig, mesh: Mesh) -> list[Contestant]:
+def compete(work: Workload, names: list[str], config: BenchmarkConfig, mesh: Mesh) -> list[Contestant | None]:
     """The plain loop and our variants on the same windows; on a GPU one after the other, each with all its memory."""
     count = config.warmup + 1 + config.steps
     tokens = make_tokens(count, work.micro_batch_size, work.seq_len, work.model.vocab_size)
@@ -113,12 +113,16 @@ def compete(work: Workload, names: list[str], config: BenchmarkConfig, mesh: Mes
         return contestants
     finished = []
     for build in builders:
-        started_s = time.monotonic()
-        contestant = build(work, mesh, tokens)
-        take_steps([contestant], config, mesh.device)
-        # The step holds the model; without it the next contestant has the GPU to itself.
-        finished.append(replace(contestant, step=never, tensors=list))
-        print(f"-- {contestant.name}: {time.monotonic() - started_s:.0f} s in all", flush=True)
+        started_s, contestant = time.monotonic(), None
+        try:
+            contestant = build(work, mesh, tokens)
+            take_steps([contestant], config, mesh.device)
+            # The step holds the model; without it the next contestant has the GPU to itself.
+            finished.append(replace(contestant, step=never, tensors=list))
+            print(f"-- {contestant.name}: {time.monotonic() - started_s:.0f} s in all", flush=True)
+        except Exception as error:  # whatever it is: one that fails leaves the others' figures
+            print(f"-- {names[len(finished) - 1] if finished else 'plain torch'} failed: {error}", flush=True)
+            finished.append(None)
         del contestant
         torch.compiler.reset()
         gc.collect()
@@ -163,6 +167,8 @@ def measure(
     """Predict, compete, print the rows; the result as it goes into the JSON document."""
     plain, *ours = compete(work, names, config, mesh)
     result: dict[str, Any] = {"model": name, "batch": [work.micro_batch_size, work.seq_len]}
+    result["failed"] = [own for own, contestant in zip(names, ours, strict=True) if contestant is None]
+    ours = [contestant for contestant in ours if contestant is not None]
     for contestant in (plain, *ours):
         own = work if contestant is plain else workload_of_variant(work, VARIANTS[contestant.name])
         predicted = predict_workload(own, hardware)
@@ -211,8 +217,8 @@ def benchmark(config: BenchmarkConfig) -> dict[str, Any]:
         write_results(result, config.output, device)  # after each model, so that a run cut short leaves what it has
     close_mesh(mesh)
     rows = [row for found in result["results"] for row in found.values() if isinstance(row, dict)]
-    if not all(row.get("losses_agree", True) for row in rows):
-        raise UserError("losses of a variant and the plain loop lie too far apart; see the lines above")
+    if not all(row.get("losses_agree", True) for row in rows) or any(found["failed"] for found in result["results"]):
+        raise UserError("a variant failed, or its losses lie too far from the plain loop's; see the lines above")
     return result
 
 
