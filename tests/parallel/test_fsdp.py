@@ -5,19 +5,17 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
 
 from configs.errors import UserError
 from llm.args import ModelConfig
 from llm.loss import CrossEntropyLoss
 from llm.optimizer import build_optimizer
 from llm.transformer import Transformer
-from llm.transformer_init import initialise, initialise_range, transformer_on_meta
+from llm.transformer_init import initialise
 from parallel.activation_checkpointing import make_checkpoint
 from parallel.fsdp import FsdpSettings
 from parallel.fsdp_init import apply_fsdp, assign
 from parallel.fsdp_layout import plan_unit
-from parallel.mesh import Mesh
 from parallel.mesh_degrees import Degrees
 from tests.parallel.pool import Pool, pool_of
 from tests.parallel.zero_toy import (
@@ -52,38 +50,6 @@ def wrap(mesh, case: Case, settings: FsdpSettings, hold=None):
 
 def train(mesh, case, settings):
     return train_rank(mesh, *wrap(mesh, case, settings), case)
-
-
-def test_rows_are_cut_evenly_and_the_last_ranks_get_less():
-    shapes = {"rows": (7, 3), "vector": (2,), "number": ()}
-    named = [(name, nn.Parameter(torch.empty(shape))) for name, shape in shapes.items()]
-    layout = plan_unit(named, [torch.bfloat16, torch.float32, torch.float32], ranks=4)
-    assert [place.name for place in layout.places] == ["vector", "number", "rows"]  # the wider dtype first
-    vector, number, rows = layout.places
-    assert (rows.rows, rows.block, rows.starts(4)) == (2, 6, (0, 6, 12, 18, 21))
-    assert vector.starts(4) == (0, 1, 2, 2, 2) and number.starts(4) == (0, 1, 1, 1, 1)
-    assert (layout.share, layout.gradient_share, layout.message_dtype) == (8, 8, torch.uint8)
-    assert layout.slot_bytes == 32 and layout.split_sizes() == [4, 4, 12]  # 4 + 4 + 12 bytes, to a multiple of 16
-    assert layout.ranges() == [(torch.float32, 0, 2, 0), (torch.bfloat16, 2, 8, 8)]
-    assert all(place.full_offset % 256 == 0 for place in layout.places)
-
-
-def test_frozen_parameters_have_no_place_among_the_gradients():
-    frozen = nn.Parameter(torch.empty(4, 2), requires_grad=False)
-    layout = plan_unit([("frozen", frozen), ("trained", nn.Parameter(torch.empty(4)))], [torch.float32] * 2, ranks=2)
-    assert [place.gradient_offset for place in layout.places] == [-1, 0]
-    assert (layout.share, layout.gradient_share) == (6, 2)
-
-
-def test_a_parameter_of_two_units_belongs_to_the_root():
-    first, second = nn.Linear(2, 2), nn.Linear(2, 2, bias=False)
-    second.weight = first.weight
-    model = nn.ModuleDict({"first": first, "second": second, "last": nn.Linear(2, 2)})
-    root, one, two = assign(model, [first, second])
-    assert [name for name, _ in root] == ["first.weight", "last.weight", "last.bias"]
-    assert [name for name, _ in one] == ["first.bias"] and two == []
-    with pytest.raises(AssertionError, match="no part of the model"):
-        assign(model, [nn.Linear(2, 2)])
 
 
 @pytest.mark.dist
@@ -247,20 +213,17 @@ def loss_share(model, ranks: int, bfloat16: bool = False) -> torch.Tensor:
     return sums.loss_sum / (ranks * token_ids[:, 1:].numel())
 
 
-def transformer_gradients(mesh, settings, checkpointing="none", bfloat16=False, on_meta=False):
+def transformer_gradients(mesh, settings, checkpointing="none", bfloat16=False):
     """Every rank sees the same windows, so the sum over ranks is one process' gradient."""
-    model = transformer_on_meta(MODEL) if on_meta else Transformer(MODEL)
-    if not on_meta:
-        initialise(model, seed=1)
+    model = Transformer(MODEL)
+    initialise(model, seed=1)
     for block in model.blocks.values():
         block.checkpoint = make_checkpoint(checkpointing)
-    fill = partial(initialise_range, seed=1, num_layers=MODEL.num_layers) if on_meta else None
-    strategy = apply_fsdp(model, mesh, settings, model.blocks.values(), fill)
+    strategy = apply_fsdp(model, mesh, settings, model.blocks.values())
     strategy.begin_micro_batch(last=True)
     loss_share(model, mesh.size("dp"), bfloat16).backward()
     strategy.finish_gradients()
-    tied = model.output.weight is model.embedding.weight
-    return strategy.full_gradients(), strategy.full_parameters(), tied, mesh.log.drain(0)
+    return strategy.full_gradients(), strategy.full_parameters(), mesh.log.drain(0)
 
 
 def transformer_reference(bfloat16=False):
@@ -268,15 +231,6 @@ def transformer_reference(bfloat16=False):
     initialise(model, seed=1)
     loss_share(model, 1, bfloat16).backward()
     return {name: param.grad for name, param in model.named_parameters()}, dict(model.named_parameters())
-
-
-@pytest.mark.dist
-def test_initialisation_on_meta_matches_the_whole_model():
-    _, parameters = transformer_reference()
-    for _, sharded, tied, log in run(3, transformer_gradients, ZERO3, "none", False, True):
-        assert tied and not any(line["op"] == "broadcast" for line in log)
-        for name, param in parameters.items():
-            assert torch.equal(sharded[name], param), name
 
 
 @pytest.mark.dist
@@ -298,7 +252,7 @@ def test_bfloat16_matrices_match_autocast_on_one_process():
         param_dtype=torch.bfloat16, keep_dtype=keep_vectors_and_embedding, reduce_dtype=torch.float32
     )
     reference, _ = transformer_reference(bfloat16=True)
-    for gradients, parameters, _, log in run(2, transformer_gradients, settings, "none", True):
+    for gradients, parameters, log in run(2, transformer_gradients, settings, "none", True):
         assert all(param.dtype == torch.float32 for param in parameters.values())
         assert {line["dtype"] for line in log if line["op"] == "reduce_scatter_sum"} == {"float32"}
         for name, gradient in reference.items():
@@ -324,19 +278,6 @@ def change_the_model(mesh):
 @pytest.mark.dist
 def test_a_parameter_frozen_after_wrapping_is_named():
     assert all("'one'" in message for message in run(2, change_the_model))
-
-
-def test_a_model_on_meta_needs_its_weights():
-    model = transformer_on_meta(MODEL)
-    with pytest.raises(UserError, match="fill"):
-        apply_fsdp(model, one_rank(), ZERO3, model.blocks.values())
-    model.rope.to("meta")
-    with pytest.raises(UserError, match="frequency_bits"):
-        apply_fsdp(model, one_rank(), ZERO3, model.blocks.values())
-
-
-def one_rank() -> Mesh:
-    return Mesh(0, 0, 1, torch.device("cpu"), "none", {})
 
 
 def gradients_in_a_group_of_one(mesh, settings, bfloat16=False, compiled=False):
