@@ -36,6 +36,8 @@ INFIX = re.compile(
     r"|(?<=[^\W_])[:<>=/](?=[^\W\d_])"
 )
 SUFFIX_LONGEST = 8
+ONE_MARK = frozenset('.,;:!?)]"\u201d')
+IRREGULAR_ENDS = ("not", "nna", "tta")  # cannot, gonna, gotta
 ABBREVIATIONS = frozenset(
     "Adm. Ak. Ala. Apr. Ariz. Ark. Aug. Bros. Calif. Co. Colo. Conn. Corp. D.C. Dec. Del. Dr. E.G. E.g. Feb. Fla. Ga."
     " Gen. Gov. I.E. I.e. Ia. Id. Ill. Inc. Ind. Jan. Jr. Jul. Jun. Kan. Kans. Ky. La. Ltd. Mar. Mass. Md. Messrs."
@@ -64,7 +66,7 @@ def _exception(chunk: str) -> tuple[str, ...] | None:
     """The words of an exception, None for an ordinary chunk."""
     if chunk in ABBREVIATIONS:
         return (chunk,)
-    if ("'" in chunk or "\u2019" in chunk or chunk[-3:].lower() in ("not", "nna", "tta")) and (
+    if ("'" in chunk or "\u2019" in chunk or chunk[-3:].lower() in IRREGULAR_ENDS) and (
         found := CONTRACTED.fullmatch(chunk)
     ):
         return tuple(part for part in found.groups() if part)
@@ -72,7 +74,7 @@ def _exception(chunk: str) -> tuple[str, ...] | None:
 
 
 def _cut_infixes(chunk: str) -> tuple[str, ...]:
-    if URL.fullmatch(chunk):
+    if "." in chunk and URL.fullmatch(chunk):
         return (chunk,)
     words, at = [], 0
     for found in INFIX.finditer(chunk):
@@ -86,9 +88,15 @@ def _cut_infixes(chunk: str) -> tuple[str, ...]:
 @lru_cache(maxsize=CACHED_CHUNKS)
 def split_chunk(chunk: str) -> tuple[str, ...]:
     """The words of a text without white space."""
-    plain = chunk.isalpha() and not chunk.lower().endswith(("not", "nna", "tta"))
-    if plain or len(chunk) > LONGEST_CHUNK:
+    if chunk.isalpha():
+        return (chunk,) if chunk[-3:].lower() not in IRREGULAR_ENDS else _exception(chunk) or (chunk,)
+    if len(chunk) > LONGEST_CHUNK:
         return (chunk,)
+    stem, mark = chunk[:-1], chunk[-1]
+    # Most new chunks are a word and one mark: no need to try every expression on them.
+    if mark in ONE_MARK and len(stem) > 2 and stem.isalpha() and stem[-3:].lower() not in IRREGULAR_ENDS:
+        if mark != "." or (stem[-1].islower() and chunk not in ABBREVIATIONS):
+            return (stem, mark)
     before, after, known = [], [], _exception(chunk)
     while chunk and known is None:
         prefix, suffix = PREFIX.match(chunk), SUFFIX.search(chunk, max(len(chunk) - SUFFIX_LONGEST, 0))
