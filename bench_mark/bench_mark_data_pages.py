@@ -42,17 +42,21 @@ def truth_of(page: str, generator: str) -> Counter | None:
     return found if found.total() >= MIN_WORDS else None
 
 
+def _is_candidate(path: Path, generator: str) -> bool:
+    """A page of ordinary size; of the handbook, which comes in 26 languages, the English one."""
+    ordinary = path.is_file() and 3_000 < path.stat().st_size < 300_000
+    return ordinary and (generator != "debian-handbook" or "/en-US/" in str(path))
+
+
 def page_scores(folder: Path) -> dict[str, list[float]]:
     """{generator: F1 of its pages} of the packages that debian_docs put in folder/html; others are passed over."""
     scores: dict[str, list[float]] = {}
     for generator in GENERATORS:
-        files = sorted(path for path in (folder / generator).rglob("*.html") if path.is_file())
+        files = [path for path in sorted((folder / generator).rglob("*.html")) if _is_candidate(path, generator)]
         for path in files[:: max(len(files) // (2 * PAGES_EACH), 1)]:
-            page = path.read_bytes().decode("utf-8", errors="replace")
-            if not 3_000 < len(page) < 300_000 or len(scores.get(generator, [])) >= PAGES_EACH:
-                continue
-            if generator == "debian-handbook" and "/en-US/" not in str(path):
-                continue
-            if (truth := truth_of(page, generator)) is not None:
-                scores.setdefault(generator, []).append(f1(words(extract_html(path.read_bytes()).text), truth))
+            if len(scores.get(generator, [])) >= PAGES_EACH:
+                break
+            data = path.read_bytes()
+            if (truth := truth_of(data.decode("utf-8", errors="replace"), generator)) is not None:
+                scores.setdefault(generator, []).append(f1(words(extract_html(data).text), truth))
     return scores
