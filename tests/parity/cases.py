@@ -147,4 +147,4 @@ def micro_batches_of(batch: Batch, rows: range, accumulation: int | str, rank: i
         return cut(batch, rows, accumulation)
     if rank == 0:
         return cut(batch, range(0, 2 * len(rows)), 4)
-    return [] if rank == 1 else cut(batch, rows, rank)
+    return [] if rank == 1 else cut(batch, rows, min(rank, len(rows)))
