@@ -3,13 +3,17 @@
 The model is built on the meta device: its shapes are those of the real one, and no memory is taken.
 """
 
+from itertools import pairwise
+
 import torch
 from torch import nn
 
 from llm.args import ModelConfig, ParallelConfig, TrainConfig
 from llm.optimizer import is_hidden_matrix
+from llm.plan_shapes_tensor import tensor_cuts, tensor_messages
 from llm.transformer import Transformer
 from parallel.cost_model_matrices import matrix_messages
+from parallel.cost_model_tensor import cut_params
 from parallel.cost_model_traffic import DataLayout, Message, Param, Traffic, step_messages, summed
 from parallel.mesh_degrees import Degrees
 
@@ -68,7 +72,16 @@ def rank_messages(
     degrees = config.parallel.degrees().resolve(world_size)
     layout = data_layout(config.parallel, degrees, micro_batches, config.dtype)
     row = next(ranks for ranks in degrees.groups("dp_shard_cp") if rank in ranks)
-    return [*step_messages(params, layout), *matrix_messages(params, layout, row.index(rank))]
+    place = row.index(rank)
+    tensor: list[Message] = []
+    if degrees.tp > 1:
+        tokens = config.global_batch_tokens // degrees.dp // degrees.cp
+        counts = [
+            tokens * (index + 1) // micro_batches - tokens * index // micro_batches for index in range(micro_batches)
+        ]
+        tensor = list(tensor_messages(params, config, layout, place, counts))
+        params = cut_params(params, tensor_cuts(params, config))
+    return [*step_messages(params, layout), *matrix_messages(params, layout, place), *tensor]
 
 
 def predicted_traffic(

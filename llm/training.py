@@ -72,10 +72,10 @@ def run_steps(trainer: Trainer, signals: StopSignals) -> str:
 
 
 def validate(trainer: Trainer) -> Evaluation:
-    """The loss over the same windows each time, each rank on its share."""
+    """The loss over the same windows each time, each data rank on its share."""
     mesh, config = trainer.mesh, trainer.config
     with trainer.off_the_clock():
-        batches = trainer.validation.batches(config.micro_batch_size, mesh.rank, mesh.world_size)
+        batches = trainer.validation.batches(config.micro_batch_size, mesh.rank_in("dp"), mesh.size("dp"))
         trainer.model.eval()
         sums = evaluate_sums(trainer.model, batches, config.data.seq_len, mesh.device, trainer.autocast_dtype)
         trainer.model.train()

@@ -18,13 +18,14 @@ def print_start(trainer: Trainer) -> None:
     if not trainer.mesh.is_main:
         return
     config, predicted = trainer.config, trainer.record.report["predicted"]
-    accumulation = config.grad_accum_steps(trainer.mesh.world_size)
+    data_ranks = trainer.mesh.size("dp")
+    accumulation = config.grad_accum_steps(data_ranks)
     print(
         f"{config.name}: {predicted['parameters']:,} parameters, vocab {config.model.vocab_size}, {config.dtype} on "
         f"{trainer.mesh.world_size} x {trainer.hardware.description}; run directory {trainer.run_dir.path}"
     )
     print(
-        f"{config.max_steps} steps of {config.global_batch_tokens} tokens = {trainer.mesh.world_size} ranks x "
+        f"{config.max_steps} steps of {config.global_batch_tokens} tokens = {data_ranks} data ranks x "
         f"{accumulation} micro-batches x {config.micro_batch_size} sequences x {config.data.seq_len} tokens"
     )
     told = [("memory_peak_bytes", "peak memory", "bytes"), ("step_s", "step", "s"), ("tokens_per_s", "tokens/s", "")]

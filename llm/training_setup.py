@@ -99,10 +99,12 @@ class Trainer:
         config, mesh = self.config, self.mesh
         self.training_step.settle()
         with self.off_the_clock():
+            layout = {"world_size": mesh.world_size} | {axis: mesh.size(axis) for axis in ("dp", "tp", "cp", "pp")}
             state = {
                 "tokens_seen": self.tokens_seen,
                 "data": {"next_batch": self.step, "seed": config.seed},
-                "layout": {"world_size": mesh.world_size, "dp": mesh.size("dp")},
+                "layout": {"world_size": mesh.world_size}
+                | {axis: mesh.size(axis) for axis in ("dp", "tp", "cp", "pp")},
                 "config": asdict(config),
             }
             pieces = held_pieces(self.model, self.optimizer, mesh, self.sharding).pieces()
@@ -163,7 +165,7 @@ def set_up(config: TrainConfig, mesh: Mesh) -> Trainer:
         record=Record(run_dir, config, mesh.is_main),
         throughput=Throughput(mesh.device),
         communication=Communication(mesh),
-        sharding=parts.strategy if config.parallel.zero and mesh.is_active("dp_cp") else None,
+        sharding=parts.strategy if hasattr(parts.strategy, "pieces") else None,
     )
     trainer.resume()
     trainer.communication.take(OTHER, trainer.step)  # weights and checkpoint, before the first step
@@ -203,8 +205,6 @@ def build_model(config: TrainConfig, mesh: Mesh) -> Parallelized:
         torch.set_float32_matmul_precision("high")  # what is left in float32 may use TF32 tensor cores
     if config.parallel.zero >= 2 and mesh.is_active("dp_cp"):  # each rank draws its shards, and never the whole model
         return parallelize(transformer_on_meta(config.model), config, mesh)
-    if config.parallel.zero >= 2 and mesh.is_active("dp_cp"):
-        return parallelize(transformer_on_meta(config.model), config, mesh)  # each rank draws its shards alone
     model = Transformer(config.model)
     initialise(model, config.seed)
     model.to(mesh.device)

@@ -20,7 +20,7 @@ from llm.parallelize import Parallelized
 from llm.schedule import learning_rate_factor
 from llm.training_graph import GraphedMicroBatch, check_graph
 from llm.training_norm import NormReading
-from parallel.collectives import all_gather, all_reduce_sum
+from parallel.collectives import all_gather, all_reduce_max, all_reduce_sum
 from parallel.mesh import Mesh
 
 MAX_BAD_STEPS = 10
@@ -76,7 +76,10 @@ class TrainingStep:
         own = [sum(batch.num_targets for batch in micro_batches), int(wants_stop), len(micro_batches)]
         # On the host: it does not wait for the device. One small message a step.
         num_targets, stops, counts = all_gather(torch.tensor(own), self.mesh, "dp_cp").unbind(1)
-        return int(num_targets.sum()), bool(stops.any()), int(counts.max())
+        stop = stops.any().long()
+        for axis in ("tp", "pp"):  # ranks that see the same data may disagree on nothing but the clock and signals
+            stop = all_reduce_max(stop, self.mesh, axis)
+        return int(num_targets.sum()), bool(stop), int(counts.max())
 
     def run(self, step: int, micro_batches: list[Batch], wants_stop: bool = False) -> StepResult | None:
         """Take optimizer step number `step`, counted from 0; None, with nothing changed, when a rank wants to stop.

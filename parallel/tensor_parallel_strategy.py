@@ -39,12 +39,10 @@ class TensorParallel:
         self.inner.begin_micro_batch(last)
 
     def held(self) -> Held:
-        """The gradients that lie here after the data ranks' sums, with the place of each parameter."""
+        """What the data strategy leaves gradients in on this rank: parameters or shards, with their places."""
         if isinstance(self.inner, DataParallel):
-            found = [(name, param.grad) for name, param in self.inner.named.items()]
-        else:
-            found = [(shard.name, shard.local.grad) for shard in self.inner.shards]
-        return [(self.placements[name], gradient) for name, gradient in found if gradient is not None]
+            return [(self.placements[name], param) for name, param in self.inner.named.items()]
+        return [(self.placements[shard.name], shard.local) for shard in self.inner.shards]
 
     def finish_gradients(self) -> None:
         """The data ranks' sums, then those of shares over the tp axis."""
@@ -54,7 +52,7 @@ class TensorParallel:
     def gradient_norm(self) -> Tensor:
         """The L2 norm of the whole gradient, each parameter counted once, equal bits on every rank."""
         axes = [self.axis] if isinstance(self.inner, DataParallel) else [self.inner.axis, self.axis]
-        return norm_over(self.held(), self.mesh, axes, next(iter(self.model.parameters())))
+        return norm_over(self.held(), self.mesh, axes)
 
     def shard_optimizer(self, optimizer: Any) -> Any:
         """The inner strategy's optimizer; where it works on whole matrices, these are collected over the tp axis."""

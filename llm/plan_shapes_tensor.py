@@ -1,0 +1,79 @@
+"""From our configs to the plain numbers of parallel/cost_model_tensor: how a model is cut, and what crosses."""
+
+import math
+from collections.abc import Iterator
+
+from llm.args import TrainConfig
+from llm.parallelize_tensor import tensor_plan
+from parallel.cost_model_matrices import fsdp_starts, iteration_cost, owners_of, zero1_starts
+from parallel.cost_model_tensor import (
+    TensorCut,
+    TensorShape,
+    activation_messages,
+    cut_params,
+    gradient_messages,
+)
+from parallel.cost_model_traffic import DataLayout, Message, Param, trainable
+from parallel.tensor_parallel import TensorSettings, placements_of
+
+
+def tensor_cuts(params: list[Param], config: TrainConfig) -> dict[str, TensorCut]:
+    """How each parameter is cut over the tp axis, by its full shape."""
+    parallel = config.parallel
+    settings = TensorSettings(config.model.num_kv_heads, parallel.sequence_parallel)
+    named = [(param.name, param.shape) for param in params]
+    places = placements_of(named, tensor_plan(config.model), parallel.tp, settings)
+    return {name: TensorCut(place.dim, place.parts, place.partial) for name, place in places.items()}
+
+
+def tensor_shape(params: list[Param], config: TrainConfig) -> TensorShape:
+    wide = params[0].dtype == "float64"
+    dtype = "bfloat16" if config.dtype == "bfloat16" else params[0].dtype
+    stream = config.kernels.stream if config.dtype == "bfloat16" and config.kernels.stream else params[0].dtype
+    pairs = 1 if config.model.moe.num_experts else 2
+    return TensorShape(
+        ranks=config.parallel.tp,
+        cut_by_tokens=config.parallel.sequence_parallel,
+        width=config.model.d_model,
+        blocks=(pairs,) * config.model.num_layers,
+        dtype=dtype,
+        stream_dtype=stream,
+        statistics_dtype="float64" if wide else "float32",
+        recomputes=config.parallel.activation_checkpointing != "none",
+    )
+
+
+def tensor_messages(
+    params: list[Param], config: TrainConfig, layout: DataLayout, data_rank: int, micro_batch_tokens: list[int]
+) -> Iterator[Message]:
+    """The messages over the tp axis of a step; `params` in full, `data_rank` this rank's place among the shards."""
+    cuts = tensor_cuts(params, config)
+    params = cut_params(params, cuts)
+    yield from activation_messages(tensor_shape(params, config), micro_batch_tokens)
+    held = held_elements(params, layout, data_rank)
+    matrices = matrix_elements([p for p in params if cuts[p.name].dim is not None], params, layout, data_rank)
+    yield from gradient_messages(params, cuts, config.parallel.tp, held, matrices)
+
+
+def held_elements(params: list[Param], layout: DataLayout, data_rank: int) -> dict[str, int]:
+    """Elements of each trainable parameter whose gradient this data rank ends up with."""
+    if layout.zero == 0 or layout.ranks == 1:
+        return {param.name: param.numel for param in params}
+    starts = zero1_starts(params, layout) if layout.zero == 1 else fsdp_starts(params, layout)
+    return {name: ends[data_rank + 1] - ends[data_rank] for name, ends in starts.items()}
+
+
+def matrix_elements(cut: list[Param], params: list[Param], layout: DataLayout, data_rank: int) -> int:
+    """Elements of the cut matrices that this data rank transforms (Muon)."""
+    matrices = [param for param in trainable(params) if param.matrix]
+    if layout.zero and layout.shard > 1:
+        starts = zero1_starts(params, layout) if layout.zero == 1 else fsdp_starts(params, layout)
+        shared = [p for p in matrices if any(start % math.prod(p.shape[-2:]) for start in starts[p.name])]
+        owners = owners_of([iteration_cost(param.shape) for param in shared], layout.shard)
+        mine = {param.name for param, owner in zip(shared, owners, strict=True) if owner == data_rank}
+        whole = [param for param in matrices if param not in shared]
+        elements = {p.name: p.numel for p in shared if p.name in mine}
+        elements |= {p.name: starts[p.name][data_rank + 1] - starts[p.name][data_rank] for p in whole}
+    else:
+        elements = {param.name: param.numel for param in matrices}
+    return sum(count for name, count in elements.items() if any(param.name == name for param in cut))

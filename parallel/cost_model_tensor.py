@@ -1,0 +1,140 @@
+"""Which collectives tensor parallelism adds to an optimizer step, counted from shapes alone.
+
+A layer's input enters the columns and its rows' sums leave them (tensor_parallel_operators): per crossing one tensor of
+N x C goes over the tp axis in forward and one in backward, either way of
+
+    whole stream      enter: nothing / all-reduce            leave: all-reduce / nothing
+    cut by tokens     enter: all-gather / reduce-scatter     leave: reduce-scatter / all-gather
+
+so both send the same bytes through a rank, 2 (P - 1) / P of N C a crossing. The loss exchanges two numbers a row.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from parallel.cost_model_traffic import ITEM_BYTES, Message, Param, norm_dtype, trainable
+
+AXIS = "tp"
+
+
+@dataclass(frozen=True)
+class TensorCut:
+    """One parameter's cut: dim None where every rank holds the whole, else in `parts` parts along it."""
+
+    dim: int | None = None
+    parts: int = 1
+    partial: bool = False  # copies' gradients are shares that are summed
+
+
+@dataclass(frozen=True)
+class TensorShape:
+    """What the messages of tensor parallelism depend on."""
+
+    ranks: int
+    cut_by_tokens: bool  # sequence parallelism
+    width: int  # C
+    blocks: tuple[int, ...]  # of each block, how many pairs of enter and leave: 2, or 1 with whole experts
+    dtype: str  # of what products read and write
+    stream_dtype: str  # of the embedding's vectors
+    statistics_dtype: str = "float32"  # of the loss' two numbers a row
+    loss_chunks: int = 1  # in which a fused loss exchanges them
+    recomputes: bool = False  # full activation checkpointing
+    has_embedding: bool = True
+    has_output: bool = True
+
+
+def cut_params(params: list[Param], cuts: dict[str, TensorCut]) -> list[Param]:
+    """The parameters as a rank holds them, padding included."""
+    return [cut_param(param, cuts[param.name]) for param in params]
+
+
+def cut_param(param: Param, cut: TensorCut) -> Param:
+    if cut.dim is None:
+        return param
+    shape = list(param.shape)
+    shape[cut.dim] = -(-shape[cut.dim] // cut.parts)
+    return Param(param.name, tuple(shape), param.stage, param.in_block, param.dtype, param.trainable, param.matrix)
+
+
+def activation_messages(shape: TensorShape, micro_batch_tokens: list[int]) -> Iterator[Message]:
+    """The crossings and the loss of each micro-batch of so many tokens."""
+    for index, tokens in enumerate(micro_batch_tokens):
+        yield from forward_messages(shape, tokens, index)
+        yield from backward_messages(shape, tokens, index)
+
+
+def forward_messages(shape: TensorShape, tokens: int, index: int) -> Iterator[Message]:
+    last = len(shape.blocks) + 1
+    if shape.has_embedding:
+        yield from leave(shape, tokens, shape.stream_dtype, ("forward", 0, index))
+    for layer, pairs in enumerate(shape.blocks, start=1):
+        for _ in range(pairs):
+            yield from enter(shape, tokens, ("forward", layer, index))
+            yield from leave(shape, tokens, shape.dtype, ("forward", layer, index))
+    if shape.has_output:
+        yield from enter(shape, tokens, ("forward", last, index))
+        for chunk in range(shape.loss_chunks):
+            rows = tokens * (chunk + 1) // shape.loss_chunks - tokens * chunk // shape.loss_chunks
+            nbytes = shape.ranks * 2 * rows * ITEM_BYTES[shape.statistics_dtype]
+            yield Message("all_gather", AXIS, shape.statistics_dtype, shape.ranks, nbytes, "forward", last, index)
+
+
+def backward_messages(shape: TensorShape, tokens: int, index: int) -> Iterator[Message]:
+    last = len(shape.blocks) + 1
+    if shape.has_output:
+        yield from leave_backward(shape, tokens, ("backward", last, index))
+    for layer, pairs in reversed(list(enumerate(shape.blocks, start=1))):
+        if shape.recomputes:  # but for the last sum, of which nothing is kept
+            for pair in range(pairs):
+                yield from enter(shape, tokens, ("backward", layer, index))
+                if pair < pairs - 1:
+                    yield from leave(shape, tokens, shape.dtype, ("backward", layer, index))
+        for _ in range(pairs):
+            yield from enter_backward(shape, tokens, shape.dtype, ("backward", layer, index))
+            yield from leave_backward(shape, tokens, ("backward", layer, index))
+    if shape.has_embedding:
+        yield from enter_backward(shape, tokens, shape.stream_dtype, ("backward", 0, index))
+
+
+def enter(shape: TensorShape, tokens: int, place: tuple[str, int, int]) -> Iterator[Message]:
+    if shape.cut_by_tokens:
+        yield message("all_gather", shape, tokens, shape.dtype, place)
+
+
+def leave(shape: TensorShape, tokens: int, dtype: str, place: tuple[str, int, int]) -> Iterator[Message]:
+    op = "reduce_scatter_sum" if shape.cut_by_tokens else "all_reduce_sum"
+    yield message(op, shape, tokens, dtype, place)
+
+
+def enter_backward(shape: TensorShape, tokens: int, dtype: str, place: tuple[str, int, int]) -> Iterator[Message]:
+    """Where a sum's gradient comes back to the rows, the mirror of `leave`."""
+    if shape.cut_by_tokens:
+        yield message("all_gather", shape, tokens, dtype, place)
+
+
+def leave_backward(shape: TensorShape, tokens: int, place: tuple[str, int, int]) -> Iterator[Message]:
+    """Where the columns' gradients are summed, the mirror of `enter`."""
+    op = "reduce_scatter_sum" if shape.cut_by_tokens else "all_reduce_sum"
+    yield message(op, shape, tokens, shape.dtype, place)
+
+
+def message(op: str, shape: TensorShape, tokens: int, dtype: str, place: tuple[str, int, int]) -> Message:
+    return Message(op, AXIS, dtype, shape.ranks, tokens * shape.width * ITEM_BYTES[dtype], *place)
+
+
+def gradient_messages(
+    params: list[Param], cuts: dict[str, TensorCut], ranks: int, held: dict[str, int], has_matrices: int
+) -> Iterator[Message]:
+    """What follows backward: sums of shares, the norm, and elements of Muon's matrices gathered by this rank.
+
+    `params` are the parts; `held` says how many elements of each this rank's data shard has.
+    """
+    own = trainable(params)
+    yield Message("all_reduce_max", AXIS, "int64", ranks, 8, "host")
+    partial = [param for param in own if cuts[param.name].partial]
+    for dtype in dict.fromkeys(param.dtype for param in partial):
+        elements = sum(cuts[p.name].parts * held[p.name] for p in partial if p.dtype == dtype)
+        yield Message("all_reduce_sum", AXIS, dtype, ranks, elements * ITEM_BYTES[dtype], "matrices")
+    yield Message("all_reduce_sum", AXIS, norm_dtype(own), ranks, ITEM_BYTES[norm_dtype(own)], "host")
+    if has_matrices:
+        yield Message("all_gather", AXIS, "bfloat16", ranks, ranks * has_matrices * ITEM_BYTES["bfloat16"], "matrices")
