@@ -76,9 +76,8 @@ def rank_messages(
     tensor: list[Message] = []
     if degrees.tp > 1:
         tokens = config.global_batch_tokens // degrees.dp // degrees.cp
-        counts = [
-            tokens * (index + 1) // micro_batches - tokens * index // micro_batches for index in range(micro_batches)
-        ]
+        bounds = [tokens * index // micro_batches for index in range(micro_batches + 1)]
+        counts = [last - first for first, last in pairwise(bounds)]
         tensor = list(tensor_messages(params, config, layout, place, counts))
         params = cut_params(params, tensor_cuts(params, config))
     return [*step_messages(params, layout), *matrix_messages(params, layout, place), *tensor]

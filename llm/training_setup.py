@@ -103,8 +103,7 @@ class Trainer:
             state = {
                 "tokens_seen": self.tokens_seen,
                 "data": {"next_batch": self.step, "seed": config.seed},
-                "layout": {"world_size": mesh.world_size}
-                | {axis: mesh.size(axis) for axis in ("dp", "tp", "cp", "pp")},
+                "layout": layout,
                 "config": asdict(config),
             }
             pieces = held_pieces(self.model, self.optimizer, mesh, self.sharding).pieces()
