@@ -319,7 +319,7 @@ class Block(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-def compiled_blocks(mesh):
+def compiled_parts(mesh, whole):
     model = nn.Sequential(*(Block() for _ in range(3))).double()
     for index, param in enumerate(model.parameters()):
         nn.init.normal_(param, generator=torch.Generator().manual_seed(index))
@@ -328,8 +328,8 @@ def compiled_blocks(mesh):
     gradients, before = [], []
     for compiled in (False, True):
         if compiled:
-            for block in model:
-                block.compile(backend="aot_eager", fullgraph=True)
+            for part in [model] if whole else model:
+                part.compile(backend="aot_eager", fullgraph=True)
         model(x).square().sum().backward()
         before.append(strategy.next_bucket)
         strategy.finish_gradients()
@@ -338,8 +338,9 @@ def compiled_blocks(mesh):
     return gradients, before, len(strategy.buckets)
 
 
-def test_compiled_blocks_send_the_same_gradients_and_as_early():
-    for (eager, compiled), before, buckets in run_ranks(compiled_blocks, 2):
+@pytest.mark.parametrize("whole", [False, True], ids=["blocks", "model"])
+def test_compiled_code_sends_the_same_gradients_before_backward_ends(whole):
+    for (eager, compiled), before, buckets in run_ranks(compiled_parts, 2, whole):
         assert before == [buckets, buckets] and buckets > 2
         assert all(torch.allclose(eager[name], compiled[name], rtol=FP64, atol=FP64) for name in eager)
 
