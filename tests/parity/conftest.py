@@ -31,5 +31,9 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture
 def gpu_layout(layout) -> Layout:
-    """The layout where there are GPUs for it; with fewer, its strategy on one rank, forced."""
-    return layout if layout.world_size <= torch.cuda.device_count() and layout.world_size > 1 else forced(layout)
+    """The layout where there are GPUs for it; with fewer, its data strategy on one rank, forced."""
+    available = torch.cuda.device_count()
+    chosen = layout if 1 < layout.world_size <= available else forced(layout)
+    if chosen.world_size > available:
+        pytest.skip(f"{layout.text} needs {layout.world_size} GPUs, here are {available}")
+    return chosen
