@@ -202,6 +202,7 @@ class StepProfiler:
         write_json_atomic(self.folder / "memory.json", memory_summary(trace))
         if on_gpu:
             write_snapshot(self.folder, recorder.snapshot)
+        print(f"profile written to {self.folder}; its tables and figure join {trainer.run_dir.path}/report.html")
 
 
 class PhaseSpans:
