@@ -68,6 +68,7 @@ DEFAULT_GRID = layouts(
     "dp=1", "dp=1,force=true", "dp=2", "dp=2,ddp_mode=naive", "dp=2,reduce_dtype=bfloat16", "dp=3",
     "dp=2,zero=1", "dp=3,zero=1", "dp=2,zero=2", "dp=2,zero=3", "dp=3,zero=3", "dp=4,dp_shard=2,zero=3",
     "dp=2,zero=3,activation_checkpointing=full", "dp=1,zero=3,force=true",
+    "tp=2", "tp=2,sequence_parallel=false", "tp=4", "dp=2,tp=2", "dp=2,tp=2,zero=1", "dp=2,tp=2,zero=3",
 )  # fmt: skip
 SLOW_GRID = layouts(
     "dp=4", "dp=8", "dp=4,ddp_mode=naive", "dp=2,bucket_mb=25", "dp=2,first_bucket_mb=0.0001,bucket_mb=0.0001",
@@ -75,4 +76,6 @@ SLOW_GRID = layouts(
     "dp=3,zero=2", "dp=4,zero=2", "dp=8,zero=2", "dp=4,dp_shard=2,zero=2", "dp=4,zero=3", "dp=8,zero=3",
     "dp=8,dp_shard=4,zero=3", "dp=2,zero=2,reduce_dtype=bfloat16", "dp=2,zero=3,reduce_dtype=bfloat16",
     "dp=2,zero=2,activation_checkpointing=selective", "dp=3,activation_checkpointing=full",
+    "tp=4,sequence_parallel=false", "dp=2,tp=4", "dp=4,tp=2,dp_shard=2,zero=3", "tp=2,zero=1", "dp=2,tp=2,zero=2",
+    "tp=2,activation_checkpointing=full", "tp=2,activation_checkpointing=selective", "dp=2,tp=4,zero=1",
 )  # fmt: skip

@@ -5,10 +5,13 @@ import pytest
 from tests.parity.compare import Mismatch, compare
 from tests.parity.layouts import parse_layout
 from tests.parity.mutants import MUTANTS, applied, find_function, mutated_code
+from tests.parity.mutants_tensor import TENSOR_MUTANTS
 from tests.parity.ranks import run_on_pool
 from tests.parity.reference import saved_reference
 
 pytestmark = pytest.mark.dist
+EVERY_MUTANT = [*MUTANTS, *TENSOR_MUTANTS]
+RUNS = {(m.layout, m.case, m.accumulation): m for m in EVERY_MUTANT if m.layout not in ("dp=1", "dp=2")}
 
 
 def run(mutant, with_patch):
@@ -16,7 +19,7 @@ def run(mutant, with_patch):
     compare(ranks, saved_reference(mutant.case), mutant.case)
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", EVERY_MUTANT, ids=lambda mutant: mutant.name)
 def test_an_injected_fault_is_caught(mutant):
     mutated_code(mutant)  # first, so that a patch that no longer fits is not taken for a fault that was seen
     with pytest.raises((Mismatch, RuntimeError)) as caught:
@@ -25,16 +28,17 @@ def test_an_injected_fault_is_caught(mutant):
         assert "AssertionError" in str(caught.value), str(caught.value)
 
 
-@pytest.mark.parametrize("mutant", [m for m in MUTANTS if m.layout not in ("dp=1", "dp=2")], ids=lambda m: m.layout)
+@pytest.mark.parametrize("mutant", RUNS.values(), ids=lambda m: m.layout)
 def test_the_same_layout_is_green_without_the_fault(mutant):
     run(mutant, with_patch=False)
 
 
 def test_there_is_at_least_one_mutant_for_each_kind_of_code():
-    files = {mutant.function.partition(":")[0] for mutant in MUTANTS}
+    files = {mutant.function.partition(":")[0] for mutant in EVERY_MUTANT}
     expected = {"training_step", "ddp", "ddp_buckets", "sharded_optimizer", "sharded_optimizer_shards", "fsdp"}
-    assert expected <= {file.rpartition(".")[2] for file in files} and len(MUTANTS) >= 15
-    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+    expected |= {"tensor_parallel", "tensor_parallel_gradients", "loss_vocab"}
+    assert expected <= {file.rpartition(".")[2] for file in files} and len(EVERY_MUTANT) >= 30
+    assert len({mutant.name for mutant in EVERY_MUTANT}) == len(EVERY_MUTANT)
 
 
 def test_a_patch_is_gone_after_its_block():
