@@ -50,10 +50,16 @@ def dry_run_traffic(
         dist.destroy_process_group()
 
 
-class AutocastOnMeta(TorchFunctionMode):
-    """What autocast does to a linear layer, which torch does not offer on the meta device: inputs as the weight is."""
+class MetaDevice(TorchFunctionMode):
+    """What torch does not offer on the meta device: autocast's effect on a linear layer, and values where a model asks.
+
+    A linear layer's input is cast to the dtype of its weight; experts are chosen equally often.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.bincount:
+            experts, chosen = kwargs["minlength"], args[0].numel()
+            return torch.tensor([chosen // experts + (index < chosen % experts) for index in range(experts)])
         if func is functional.linear and args[0].dtype != args[1].dtype:
             args = (args[0].to(args[1].dtype), *args[1:])
         return func(*args, **(kwargs or {}))
@@ -101,7 +107,7 @@ def one_step(
     loss = CrossEntropyLoss()
     for micro_batch in range(layout.micro_batches):
         strategy.begin_micro_batch(last=micro_batch == layout.micro_batches - 1)
-        with AutocastOnMeta():
+        with MetaDevice():
             logits = model(token_ids)
         loss(logits, token_ids).loss_sum.backward()
     strategy.finish_gradients()

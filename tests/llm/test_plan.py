@@ -1,6 +1,7 @@
 """Plans against real ranks: every byte that gloo ranks and the dry run log, and the peak of their live tensors."""
 
 import json
+import sys
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from configs.errors import UserError
 from configs.loader import compose_config
-from llm.args import DataConfig, ModelConfig, ParallelConfig, TrainConfig
+from llm.args import DataConfig, ModelConfig, MoeConfig, ParallelConfig, TrainConfig
 from llm.cost_model import predict_run
 from llm.cost_model_counts import Workload, count_parameters
 from llm.data_loader import Batch
@@ -17,7 +18,7 @@ from llm.loss import CrossEntropyLoss
 from llm.metrics_memory import PeakMemory, held_tensors
 from llm.optimizer import OptimizerConfig
 from llm.parallelize import make_forward_loss, parallelize
-from llm.plan import plan
+from llm.plan import main, plan
 from llm.plan_config import PlanConfig
 from llm.plan_dry_run import dry_run_traffic
 from llm.plan_layouts import Planner, extrapolate
@@ -109,6 +110,15 @@ def test_the_dry_run_of_thousands_of_ranks_sends_what_is_predicted(zero):
     dry = dry_run_traffic(config.model, config.optimizer, layout, degrees, T)
     assert sorted(dry, key=str) == sorted(predicted_traffic(meta_params(config.model), config, 2048, 1), key=str)
     assert {entry.ranks for entry in dry} == {2048, 1024, 2}
+
+
+def test_the_dry_run_takes_experts_and_many_layouts():
+    experts = replace(TINY, moe=MoeConfig(num_experts=4, experts_per_token=2, d_ff=24))
+    for zero in (0, 1, 3):
+        config = replace(train_config(zero=zero), model=experts)
+        degrees = config.parallel.degrees().resolve(4)
+        dry = dry_run_traffic(experts, config.optimizer, data_layout(config.parallel, degrees, 1), degrees, T)
+        assert sorted(dry, key=str) == sorted(predicted_traffic(meta_params(experts), config, 4, 1), key=str)
 
 
 def peak_of_a_step(mesh, config, rows, micro_batches):
@@ -236,6 +246,15 @@ def test_what_cannot_be_planned_is_one_line(overrides, message):
     with pytest.raises(UserError, match=message) as caught:
         Planner(plan_config(*overrides))
     assert "\n" not in str(caught.value)
+
+
+def test_the_command_ends_with_one_line_and_code_2(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["plan", "hardware=h300", "model=7b"])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert exit_.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: In 'plan': Could not find 'hardware/h300'")
 
 
 def test_what_is_left_out_is_said_with_the_reason(capsys):
