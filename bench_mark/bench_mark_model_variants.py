@@ -52,6 +52,7 @@ VARIANTS = {
     "fused-compiled": Variant("model", FUSED, "triton"),
     "fused-compiled-graph": Variant("model", GRAPH, "triton"),
     "fused-bf16-graph": Variant("none", replace(GRAPH, stream="bfloat16"), "triton"),
+    "fused-bf16-overlap-graph": Variant("none", replace(GRAPH, stream="bfloat16", overlap=True), "triton"),
     "fused-bf16-graph-0": Variant("none", replace(GRAPH, stream="bfloat16", embedding=False), "triton"),
     "mixed": Variant("model", OUTSIDE, "triton"),
     "mixed-bf16-graph": Variant("model", replace(OUTSIDE, cuda_graph=True, stream="bfloat16"), "triton"),

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from llm.transformer_layers import Linear
-from llm.transformer_linear import linear
+from llm.transformer_linear import is_plain
 
 IGNORE_INDEX = -100
 CPU_CHUNK_ELEMENTS = 1 << 17  # 512 KiB of float32: in the cache of one core
@@ -59,7 +58,7 @@ class FusedCrossEntropyLoss(nn.Module):
     def forward(self, states: Tensor, output: Linear, targets: Tensor) -> LossSums:
         from kernel.cross_entropy import linear_cross_entropy
 
-        assert output.matmul in (F.linear, linear) and output.bias is None, "the fused loss reads the weight alone"
+        assert is_plain(output.matmul) and output.bias is None, "the fused loss reads the weight alone"
         rows, targets = states.reshape(-1, states.shape[-1]), targets.reshape(-1)
         if torch.is_autocast_enabled(rows.device.type):
             rows = rows.to(torch.get_autocast_dtype(rows.device.type))

@@ -56,7 +56,7 @@ class GraphedMicroBatch:
     def __init__(self, forward_loss: ForwardLoss, parameters: Iterable[Parameter], autocast_dtype: torch.dtype | None):
         self.forward_loss, self.autocast_dtype = forward_loss, autocast_dtype
         self.parameters = [param for param in parameters if param.requires_grad]
-        self.side = torch.cuda.Stream()
+        self.side = torch.cuda.Stream(priority=-1)  # before the weight gradients of kernels.overlap
         self.calls = 0
         self.batch: Batch | None = None  # the fixed inputs
         self.share: Tensor | None = None  # of the loss sum in the step's mean: 1 / num_targets
@@ -108,7 +108,7 @@ class GraphedMicroBatch:
         """Record the pass over the fixed inputs; nothing runs yet."""
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, pool=pool, stream=self.side):
             sums = self.forward_backward(self.batch, self.share)
         return Captured(graph, sums)
 
