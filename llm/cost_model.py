@@ -47,12 +47,16 @@ def predict_run(config: TrainConfig, hardware: Hardware, world_size: int = 1) ->
     Keys: parameters, active_parameters, flops_per_token (training), memory_peak_bytes, step_s, tokens_per_s (global),
     mfu (None on an unknown device), memory and step (their parts), bound, notes (remarks by key).
     """
-    work = workload_of(config, hardware.device, world_size)
-    found = predict_workload(work, hardware)
     parallel = config.parallel
+    degrees = parallel.degrees().resolve(world_size)
+    work = workload_of(config, hardware.device, degrees.dp)
+    found = predict_workload(work, hardware)
+    if degrees.dp != world_size:  # tensor, context or pipeline parallel: a rank has a part of these products
+        unknown = dict.fromkeys(("memory_peak_bytes", "step_s", "tokens_per_s", "mfu"))
+        note = "not predicted where ranks share one model's products"
+        return found | unknown | {"notes": found["notes"] | dict.fromkeys(unknown, note)}
     if world_size == 1 and parallel.activation_checkpointing == "none":
         return found
-    degrees = parallel.degrees().resolve(world_size)
     layout = data_layout(parallel, degrees, work.grad_accum_steps, work.dtype)
     params = meta_params(config.model, config.optimizer.name)
     memory = rank_memory(work, params, layout, parallel.activation_checkpointing)

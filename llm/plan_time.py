@@ -16,7 +16,7 @@ from llm.hardware_calibration import Points, Rates, interpolate
 from parallel.cost_model import Cluster, Link, Ring, collective_seconds
 from parallel.cost_model_timeline import Compute, StepTime, step_time
 from parallel.cost_model_traffic import DataLayout, Message
-from parallel.mesh_degrees import Degrees
+from parallel.mesh_degrees import AXES, Degrees
 
 # Of a square product's peak, by its width: 8192 measured (798 of 989 TFLOP/s), the narrower ones assumed.
 MATMUL_SHARE = ((1024, 0.45), (2048, 0.64), (4096, 0.75), (8192, 0.81))
@@ -110,7 +110,7 @@ def rate_of(rates: Rates) -> float:
 def message_seconds(degrees: Degrees, cluster: Cluster) -> Callable[[Message], float]:
     """A function from a message to its seconds on an idle link."""
     rings = {}
-    for axis in ("dp_cp", "dp_shard_cp", "dp_replicate"):
+    for axis in AXES:
         ranks = degrees.groups(axis)[0]
         rings[axis] = Ring(len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1)
     return lambda message: collective_seconds(message.op, message.nbytes, rings[message.axis], cluster)
