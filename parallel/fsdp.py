@@ -128,6 +128,10 @@ class Fsdp:
             self.units[index - 1].start_gather()
 
     def gradient_is_there(self, unit: FsdpUnit, param: nn.Parameter) -> None:
+        assert not unit.is_reduced, (
+            f"a gradient of {unit.shards[0].name}'s unit came after it was sent: call begin_micro_batch before each "
+            f"forward pass, and take one backward pass for it"
+        )
         unit.ready += 1
         if unit.counts_gradients and unit.ready == len(unit.trainable):
             self.end_backward(unit)

@@ -82,6 +82,10 @@ class Zero1:
         def gradient_is_there(_: nn.Parameter) -> None:
             bucket.present[index] = True
             if self.sending:
+                assert bucket not in self.buckets[: self.next_bucket], (
+                    f"a gradient of {bucket.plan.names[0]}'s bucket came after it was sent: call begin_micro_batch "
+                    f"before each forward pass, and finish_gradients in each step"
+                )
                 bucket.ready += 1
                 self.send_filled_buckets()
 

@@ -264,6 +264,23 @@ def keep_vectors_and_embedding(name: str, param: torch.Tensor) -> bool:
     return param.ndim < 2 or name.startswith("embedding")
 
 
+def two_backward_passes(mesh):
+    strategy, _ = wrap(mesh, Case(), ZERO3)
+    strategy.begin_micro_batch(last=True)
+    share_of_loss(strategy.model, mesh.rank, mesh.size("dp"), 0).backward()
+    try:
+        share_of_loss(strategy.model, mesh.rank, mesh.size("dp"), 1).backward()
+    except AssertionError as error:
+        return str(error)
+
+
+@pytest.mark.dist
+def test_a_second_backward_pass_in_a_micro_batch_is_an_error():
+    # On one rank: where several stop at different places, the next job would find their messages.
+    (message,) = pool_of(1).run(two_backward_passes, degrees=Degrees(dp_shard=None), force=True)
+    assert "begin_micro_batch" in message
+
+
 def change_the_model(mesh):
     strategy, _ = wrap(mesh, Case(), ZERO3)
     strategy.model.one.requires_grad_(False)

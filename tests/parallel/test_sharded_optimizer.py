@@ -212,6 +212,23 @@ def test_gradients_reduced_in_bfloat16_are_rounded_twice_at_most():
                 torch.testing.assert_close(result["gradients"][name], gradient, rtol=0, atol=atol)
 
 
+def two_backward_passes(mesh):
+    strategy, _ = wrap(mesh, Case())
+    strategy.begin_micro_batch(last=True)
+    share_of_loss(strategy.model, mesh.rank, mesh.size("dp"), 0).backward()
+    try:
+        share_of_loss(strategy.model, mesh.rank, mesh.size("dp"), 1).backward()
+    except AssertionError as error:
+        return str(error)
+
+
+@pytest.mark.dist
+def test_a_second_backward_pass_in_a_micro_batch_is_an_error():
+    # On one rank: where several stop at different places, the next job would find their messages.
+    (message,) = pool_of(1).run(two_backward_passes, degrees=Degrees(dp_shard=None), force=True)
+    assert "begin_micro_batch" in message
+
+
 def change_the_model(mesh, case):
     strategy, _ = wrap(mesh, case)
     strategy.model.late = nn.Parameter(torch.zeros(3))
