@@ -22,6 +22,8 @@ HEAD = "<th>stage</th><th class='text'>source</th>" + "".join(f"<th>{name}</th>"
 def render_report(stats: dict[str, Any]) -> str:
     """The page's HTML from stats.json's content; every text in it is escaped."""
     facts = f"{stats['documents']:,} documents, {stats['bytes'] / 1e6:,.2f} MB (files: {len(stats['shards'])})"
+    if held_out := stats["held_out"]["documents"]:
+        facts += f" and {held_out:,} held out"
     parts = [
         "<!doctype html><html lang='en'><head><meta charset='utf-8'><title>Corpus report</title>",
         "<meta name='viewport' content='width=device-width'>",
@@ -29,7 +31,9 @@ def render_report(stats: dict[str, Any]) -> str:
         f"<p>{facts}, of {stats['documents_read']:,} documents read.</p>",
         f"<h2>What each stage kept</h2><table><tr>{HEAD}</tr>{_stage_rows(stats)}</table>",
         f"<h2>Time</h2><table><tr><th>step</th><th>seconds</th><th>MB/s</th></tr>{_time_rows(stats)}</table>",
-        _counts(stats["source_counts"]),
+        _counts("While reading", stats["source_counts"]),
+        *(_counts(f"In {name}", part["counts"]) for name, part in stats["stages"].items() if part.get("counts")),
+        _mix_table(stats.get("mix", {})),
         f"<h2>Examples of what was dropped</h2>{_examples(stats['examples'])}",
         "<p>All of them, with their reasons: <code>_dropped/</code>. The build's settings: stats.json.</p>",
         "</body></html>",
@@ -58,9 +62,11 @@ def _stage_row(stage: str, source: str, counts: dict[str, Any]) -> str:
 
 
 def _time_rows(stats: dict[str, Any]) -> str:
-    steps = [("read", stats["seconds"]["read"], None)]
+    seconds = stats["seconds"]
+    steps = [("read", seconds["read"], None)]
     steps += [(name, part["seconds"], part["mb_per_s"]) for name, part in stats["stages"].items()]
-    steps += [("write", stats["seconds"]["write"], None)]
+    steps += [("write", seconds["write"], None), ("waiting and handing over", seconds["wait"], None)]
+    steps += [(f"by the clock, {stats['workers']} processes for the stages", seconds["wall"], None)]
     rows = []
     for name, seconds, speed in steps:
         shown = f"{speed:,.1f}" if speed else "-"
@@ -68,9 +74,23 @@ def _time_rows(stats: dict[str, Any]) -> str:
     return "\n".join(rows)
 
 
-def _counts(counts: dict[str, int]) -> str:
+def _counts(where: str, counts: dict[str, int]) -> str:
     items = ", ".join(f"{escape(name)}: {count:,}" for name, count in counts.items())
-    return f"<p>While reading: {items}.</p>" if items else ""
+    return f"<p>{escape(where)}: {items}.</p>" if items else ""
+
+
+def _mix_table(shares: dict[str, dict[str, Any]]) -> str:
+    """What each source was to give and gives, "" without a mix."""
+    if not shares:
+        return ""
+    head = "<th>source</th><th>weight</th><th>M tokens there</th><th>M tokens wanted</th><th>epochs</th>"
+    rows = [
+        f"<tr><td>{escape(name)}</td><td>{share['weight']:.3f}</td><td>{share['available_tokens'] / 1e6:,.2f}</td>"
+        f"<td>{share['budget_tokens'] / 1e6:,.2f}</td>"
+        f"<td>{share['epochs']:.2f}{' (all that max_epochs allows)' if share['capped'] else ''}</td></tr>"
+        for name, share in shares.items()
+    ]
+    return f"<h2>Mix</h2><table><tr>{head}</tr>{''.join(rows)}</table>"
 
 
 def _examples(examples: list[dict[str, str]]) -> str:

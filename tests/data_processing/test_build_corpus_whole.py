@@ -72,6 +72,9 @@ def test_every_stage_does_its_part_and_nothing_is_lost(raw, tmp_path):
         assert previous in (None, total["documents_in"])
         previous = total["documents_out"]
     assert not (output / "_work").exists() and stats == json.loads((output / "stats.json").read_text())
+    page = (output / "report.html").read_text(encoding="utf-8")
+    shown = ("In mask_pii: EMAIL_ADDRESS: 1.", "<h2>Mix</h2>", f"and {len(held)} held out", "by the clock")
+    assert all(text in page for text in shown)
     (found,) = find_document(output, "leak")
     assert (found["place"], found["stage"], found["reason"]) == ("dropped", "decontaminate", "contaminated")
 
