@@ -118,7 +118,7 @@ def pieces_to_write(pieces: Iterable[Piece]) -> list[Piece]:
 def scalar(name: str, tensor: Tensor, beside: Piece) -> Piece | None:
     """A 0-d state such as a step count, which every rank that holds a part keeps: the one with element 0 saves it."""
     assert tensor.ndim == 0, f"{name} is {list(tensor.shape)}, not a scalar"
-    if beside.start or not beside.numel:
+    if beside.start or not beside.numel or (beside.box is not None and any(beside.box[0])):
         return None
     return Piece(name, (), 0, tensor, beside.replicas, beside.replica)
 

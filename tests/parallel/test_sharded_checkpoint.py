@@ -176,6 +176,18 @@ def test_a_step_count_is_saved_by_the_rank_with_the_first_element():
     assert scalar("optimizer/w/step", step, Piece("w", (5,), 0, first)).numel == 1
     assert scalar("optimizer/w/step", step, Piece("w", (5,), 3, second)) is None
     assert scalar("optimizer/w/step", step, Piece("w", (5,), 0, torch.zeros(0))) is None
+    left, right = (Piece("w", (4, 6), 0, torch.zeros(4, 3), box=((0, column), (4, 3))) for column in (0, 3))
+    assert scalar("optimizer/w/step", step, left).numel == 1 and scalar("optimizer/w/step", step, right) is None
+
+
+def test_runs_of_a_part_of_the_columns_are_boxes_of_the_whole():
+    full = torch.arange(24.0).view(4, 6)
+    part = full[:, 2:5].contiguous()
+    seen = torch.full_like(full, -1)
+    for start, stop in ((0, 5), (5, 12)):
+        for box in boxes_of(Piece("w", (4, 6), start, part.view(-1)[start:stop], box=((0, 2), (4, 3)))):
+            seen[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.values.shape, strict=True))] = box.values
+    assert torch.equal(seen[:, 2:5], part) and (seen[:, :2] == -1).all() and (seen[:, 5] == -1).all()
 
 
 @pytest.mark.parametrize(
