@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from configs.errors import UserError
 from llm.transformer_layers import Linear
 from llm.transformer_linear import is_plain
 
@@ -58,7 +59,11 @@ class FusedCrossEntropyLoss(nn.Module):
     def forward(self, states: Tensor, output: Linear, targets: Tensor) -> LossSums:
         from kernel.cross_entropy import linear_cross_entropy
 
-        assert is_plain(output.matmul) and output.bias is None, "the fused loss reads the weight alone"
+        if not is_plain(output.matmul) or output.bias is not None:
+            raise UserError(
+                "kernels.loss=true reads the output layer's weight itself, which has a bias or another matmul (LoRA, "
+                "FP8) here; use kernels.loss=false"
+            )
         rows, targets = states.reshape(-1, states.shape[-1]), targets.reshape(-1)
         if torch.is_autocast_enabled(rows.device.type):
             rows = rows.to(torch.get_autocast_dtype(rows.device.type))

@@ -184,6 +184,13 @@ def test_a_fused_block_saves_what_the_cost_model_says(dtype, attention):
     assert kept[1] - kept[0] == pytest.approx(block_activation_bytes(work), rel=0.01)
 
 
+def test_an_output_layer_with_a_matmul_of_its_own_is_refused():
+    model = make(FUSED, num_layers=1)
+    model.output.matmul = lambda x, weight, bias: x @ weight.t()
+    with pytest.raises(UserError, match=r"use kernels\.loss=false"):
+        loss_of(model, FUSED, batches()[0])
+
+
 def test_a_single_kernel_can_be_switched_off():
     kernels = KernelsConfig(fused=True, norm=False)
     assert [name for name in OPERATIONS if not kernels.uses(name)] == ["norm"]
