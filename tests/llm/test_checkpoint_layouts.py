@@ -42,7 +42,7 @@ def train_part(mesh, case: Case, parallel: ParallelConfig, steps: range, load=No
     config = case.train_config(parallel)
     config.max_steps = STEPS
     parts = parallelize(make_model(case, mesh.device), config, mesh)
-    sharding = parts.strategy if parallel.zero and mesh.is_active("dp_cp") else None
+    sharding = parts.strategy if hasattr(parts.strategy, "pieces") else None
     held = held_pieces(parts.model, parts.optimizer, mesh, sharding)
     part = Part()
     if load is not None:
@@ -93,6 +93,9 @@ PAIRS = [
     ("dp=3,zero=3", "dp=2,zero=1", MUON),
     ("dp=2,zero=1", "dp=1", MUON),
     ("dp=2,zero=3", "dp=3", SGD64),
+    ("tp=2", "dp=3,zero=3", ADAMW64),
+    ("dp=2,zero=1", "tp=4", ADAMW64),
+    ("dp=2,tp=2,zero=3", "dp=2,zero=2", ADAMW64),
 ]
 GRID = ("dp=1", "dp=2", "dp=3,zero=1", "dp=4,zero=1", "dp=2,zero=2", "dp=4,dp_shard=2,zero=2", "dp=3,zero=3",
         "dp=4,zero=3", "dp=4,dp_shard=2,zero=3")  # fmt: skip
