@@ -109,9 +109,11 @@ def make_model(case: Case, device: torch.device | str = "cpu") -> ParityModel:
     model = ParityModel(case.train_config().model)
     initialise(model, seed=7)
     with torch.no_grad():
-        for index, param in enumerate(model.parameters()):
+        for index, (name, param) in enumerate(model.named_parameters()):
             if param.ndim == 1:
-                param.add_(torch.linspace(-0.2, 0.3, param.numel()) + 0.01 * index)
+                # A row's bias is of the size of the embedding's vectors, beside which all tokens would look alike.
+                size = 0.03 if name.endswith("o_proj.bias") else 1.0
+                param.add_(size * (torch.linspace(-0.2, 0.3, param.numel()) + 0.01 * index))
     return model.to(device, case.weight_dtype)
 
 
