@@ -137,7 +137,6 @@ def count_sentences(line: str) -> int:
     for word in split_words(line):
         if word in SENTENCE_MARKS:
             count, ended = max(count, 1), True
-        elif not is_punctuation(word):
-            count += ended
-            ended = False
+        elif ended and not is_punctuation(word):
+            count, ended = count + 1, False
     return count

@@ -20,6 +20,7 @@ from data_processing.quality_filter_repetition import (
     judge_repetition,
     most_frequent,
     repeated,
+    split_runs,
     top_gram_characters,
 )
 from data_processing.quality_filter_tokens import count_sentences, split_words
@@ -256,6 +257,14 @@ def test_a_pathological_megabyte_takes_little_time(kind):
     started = time.process_time()
     reason, _ = stage.judge(Document("1", "s", texts[kind]))
     assert reason and time.process_time() - started < 10
+
+
+def test_split_runs_match_the_regular_expressions():
+    rng = random.Random(0)
+    for _ in range(2000):
+        text = "".join(rng.choice("a\n\n") for _ in range(rng.randint(0, 14)))
+        assert split_runs(text, 1) == re.split(r"\n+", text)
+        assert split_runs(text, 2) == re.split(r"\n{2,}", text)
 
 
 def test_repeated_by_hand():
