@@ -32,11 +32,17 @@ class NormTiles:
 
 
 @cache
-def default_tiles(width: int) -> NormTiles:
-    """By the width's next power of two: 16 elements a thread forward, 8 to 16 backward."""
+def default_tiles(width: int, stream_itemsize: int = 2) -> NormTiles:
+    """By the width's next power of two: 16 elements a thread; two rows a program where the stream is wide too.
+
+    Backward of a float32 stream at 2,048: 0.141 ms so against 0.158 with a row each (H200); above it has the registers
+    for two programs only without loading ahead.
+    """
     block = triton.next_power_of_2(width)
     rows = max(1, TILE_ELEMENTS // block)
     warps = min(16, max(4, block // 512))
+    if stream_itemsize == 4 and block >= 2048:
+        return NormTiles(rows, warps, 2, 8, 2) if block == 2048 else NormTiles(rows, warps, 1, warps, 2, False)
     return NormTiles(rows, warps, rows, warps, max(1, 16 // warps))
 
 
@@ -155,7 +161,7 @@ def run_backward(
     """(dresidual, dx, dweight) from (stream, weight, rstd); dx is dresidual where their dtypes are one."""
     stream, weight, rstd = saved
     C, N = stream.shape[-1], rstd.numel()
-    tiles = tiles or default_tiles(C)
+    tiles = tiles or default_tiles(C, stream.element_size())
     dnormed = dnormed if dnormed.is_contiguous() else dnormed.contiguous()
     if dstream is not None and not dstream.is_contiguous():
         dstream = dstream.contiguous()
