@@ -4,15 +4,16 @@ torch's has the same model, kernels, loss, clipping and optimizer as ours, so th
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bench_mark.bench_mark_fsdp_contestants import Contestant, Setup, alone, ours
 from configs.errors import UserError
 from llm.args import ParallelConfig
+from llm.data_loader import Batch
 from llm.metrics_memory import held_tensors
 from llm.optimizer import build_optimizer, clipped_step
-from llm.parallelize import apply_compile, make_forward_loss
+from llm.parallelize import ForwardLoss, apply_compile, make_forward_loss
 from llm.transformer_kernels import apply_kernels, make_loss
 from parallel.clipping import gradient_norm
 
@@ -43,20 +44,32 @@ def build(name: str, setup: Setup) -> Contestant:
     return ours(name, setup, setup.config(parallel), setup.mesh)
 
 
+class WithLoss(nn.Module):
+    """A model and its loss as one module, so that torch's DDP may wrap both: batch -> the sum of its losses."""
+
+    def __init__(self, model: nn.Module, forward_loss: ForwardLoss):
+        super().__init__()
+        self.model, self.forward_loss = model, forward_loss
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.forward_loss(batch).loss_sum
+
+
 def torch_ddp(name: str, setup: Setup, parallel: ParallelConfig) -> Contestant:
     """torch's DDP as a user sets it up, gradients as views into its buckets."""
     config, mesh = setup.config(parallel), setup.mesh
     model = setup.model()
     apply_kernels(model, config.kernels, mesh.device)
     compiled = apply_compile(model, config.compile, mesh.device)
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=parallel.bucket_mb, gradient_as_bucket_view=True)
+    forward_loss, batch = make_forward_loss(model, make_loss(config.kernels, 0.0), compiled), setup.batch()
+    module = WithLoss(model, forward_loss)
+    wrapped = DistributedDataParallel(module, bucket_cap_mb=parallel.bucket_mb, gradient_as_bucket_view=True)
     optimizer = build_optimizer(model.named_parameters(), config.optimizer, config.kernels.uses("optimizer"))
-    forward_loss, batch = make_forward_loss(wrapped, make_loss(config.kernels, 0.0), compiled), setup.batch()
     parameters = list(model.parameters())
 
     def step() -> Tensor:
         with torch.autocast(mesh.device.type, torch.bfloat16, enabled=config.dtype == "bfloat16"):
-            loss = forward_loss(batch).loss_sum / setup.work.tokens
+            loss = wrapped(batch) / setup.work.tokens
         loss.backward()  # it averages over the ranks
         norm = gradient_norm(parameters)
         if torch.isfinite(norm):
