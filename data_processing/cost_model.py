@@ -5,7 +5,7 @@ HTML and PDF are left out: their cost is the library's, which the benchmark meas
 
 from dataclasses import dataclass
 
-# Passes over the code points of a text in shingles.hash_words, in units of one uint64 operation an element: the UTF-32
+# Passes over the code points of a text in shingles.hash_words, in units of one running sum: the UTF-32
 # encoding, classes, four masks and two searches of one byte each, the widening, product, sum.
 SHINGLE_PASSES = 8
 MINHASH_PASSES = 3  # multiply, add, minimum
@@ -18,8 +18,8 @@ class ProcessorRates:
     """Measured by the benchmark on operations that are not the stages themselves."""
 
     hash_bytes_per_s: float  # BLAKE2b
-    element_uint64_s: float  # one uint64 operation on an array in the cache
-    element_uint32_s: float
+    element_uint64_s: float  # a running sum over an array of uint64 that fits the second-level cache
+    element_uint32_s: float  # an outer product of 128 x 300 uint32
     call_s: float  # a NumPy call on a small array
     lookup_s: float  # a dictionary look-up of a string just split off, in a list
 
