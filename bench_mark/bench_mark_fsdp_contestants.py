@@ -5,8 +5,10 @@ and one for the rest, fused AdamW over DTensors, torch's clipping. Its policy wo
 given, RoPE's tables among them, to bfloat16: fewer bytes and another result. Only "fsdp2-cast" lets it.
 """
 
+import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -78,10 +80,15 @@ class Setup:
             self.mesh.device
         )
 
-    def model(self) -> Transformer:
+    @cached_property
+    def initial(self) -> Transformer:
+        """The weights that all start from, on the CPU: drawing them takes seconds."""
         model = Transformer(self.work.model)
         initialise(model, seed=0)
-        return model.to(self.mesh.device)
+        return model
+
+    def model(self) -> Transformer:
+        return copy.deepcopy(self.initial).to(self.mesh.device)
 
 
 def build(name: str, setup: Setup) -> Contestant:
