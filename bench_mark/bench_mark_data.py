@@ -171,27 +171,28 @@ def same_verdicts(texts: list[str]) -> float | str:
         return f"not compared: {error.name} is not installed; pip install -e '.[bench]'"
 
 
-def pipeline_speedup(raw: Path, folder: Path) -> dict[str, float]:
-    """Wall seconds of one build with one process and with two, and where the time of the one went."""
-    found = {}
-    for workers in (1, 2):
-        overrides = [
-            f"output='{folder}/{workers}'",
-            "source=html",
-            f"path='{raw}/html/sqlite3-doc'",
-            f"workers={workers}",
-        ]
-        stages = "stages=[html_process,normalise,quality_filter,mask_pii,deduplicate,deduplicate_near]"
-        started = perf_counter()
-        stats = build_corpus(
-            compose_config(BuildCorpusConfig, "build_corpus", [*overrides, stages, "block_bytes=1000000"])
-        )
-        found[f"wall_{workers}_s"] = perf_counter() - started
-        if workers == 1:
-            seconds = stats["seconds"]
-            parts = sum(seconds[name] for name in ("read", "wait", "stages", "write"))
-            found["share_of_wall_in_stages_and_io"] = parts / seconds["wall"]
-    return found | {"speedup": found["wall_1_s"] / found["wall_2_s"]}
+def pipeline_speedup(raw: Path, folder: Path, repeats: int) -> dict[str, float]:
+    """Least wall seconds of a build with one process and with two, in turns, and where the time of the one went."""
+    stages = "stages=[html_process,normalise,quality_filter,mask_pii,deduplicate,deduplicate_near]"
+    taken: dict[int, list[float]] = {1: [], 2: []}
+    shares = []
+    for turn in range(repeats):
+        for workers in taken:
+            given = [f"output='{folder}/{turn}_{workers}'", "source=html", f"path='{raw}/html/sqlite3-doc'"]
+            given += [f"workers={workers}", stages, "block_bytes=1000000"]
+            started = perf_counter()
+            stats = build_corpus(compose_config(BuildCorpusConfig, "build_corpus", given))
+            taken[workers].append(perf_counter() - started)
+            if workers == 1:
+                parts = sum(stats["seconds"][name] for name in ("read", "wait", "stages", "write"))
+                shares.append(parts / stats["seconds"]["wall"])
+    best = {workers: min(seconds) for workers, seconds in taken.items()}
+    return {
+        "wall_1_s": best[1],
+        "wall_2_s": best[2],
+        "speedup": best[1] / best[2],
+        "share_of_wall_in_stages_and_io": statistics.median(shares),
+    }
 
 
 def print_stage(stage: str, speeds: dict[str, float | str], predicted: float | None) -> None:
@@ -238,7 +239,7 @@ def run_benchmark(config: DataBenchConfig) -> dict[str, Any]:
             print(f"F1 of {len(every)} pages: {result['page_f1_mean']:.3f}  (>= 0.92)")
     if "pipeline" in config.stages:
         with tempfile.TemporaryDirectory() as folder:
-            result["pipeline"] = pipeline_speedup(raw, Path(folder))
+            result["pipeline"] = pipeline_speedup(raw, Path(folder), config.repeats)
         print(
             "pipeline: "
             + ", ".join(f"{name} {value:.2f}" for name, value in result["pipeline"].items())
