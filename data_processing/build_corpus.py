@@ -39,6 +39,7 @@ from data_processing.build_corpus_passes import run_passes
 from data_processing.build_corpus_report import render_report
 from data_processing.build_corpus_stats import add_outputs, add_records, check_not_empty, run_stages
 from data_processing.build_corpus_work import process_block, settings_text
+from data_processing.deduplicate_near import choose_bands
 from data_processing.document import Document
 from data_processing.raw_document import text_bytes
 from data_processing.sources import Source, build_source, limit_documents
@@ -172,6 +173,8 @@ def build_corpus(config: BuildCorpusConfig) -> dict[str, Any]:
     if finished is not None:
         store.remove_work()
         return finished
+    if "deduplicate_near" in config.stages:
+        choose_bands(config.deduplicate_near)  # what it lacks is said now, not after the blocks
     store.open(identity, config.overwrite)
     with open_engine(config.engine, config.workers) as engine, source.quarantine.writing_to(store.quarantine_path):
         records = run_blocks(config, source, store, engine)

@@ -55,8 +55,9 @@ def load_fasttext(path: str | Path, fix: str):
     """A fastText model; a missing or broken file is a UserError that ends in `fix`."""
     if not Path(path).is_file():
         raise UserError(f"the model {path} does not exist; {fix}")
+    fasttext = import_fasttext()
     try:
-        return import_fasttext().load_model(str(path))
+        return fasttext.load_model(str(path))
     except (ValueError, RuntimeError, MemoryError) as error:
         raise UserError(f"the model {path} is no fastText model ({error}); {fix}") from error
 
