@@ -243,3 +243,33 @@ def test_find_document_as_a_script(raw, tmp_path):
     assert subprocess.run([*command, "nobody"], cwd=ROOT, capture_output=True).returncode == 1
     lost = subprocess.run([*command[:-1], str(tmp_path), "x"], cwd=ROOT, capture_output=True, text=True)
     assert lost.returncode == 2 and lost.stderr.startswith("error: ") and lost.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("package", "overrides", "problem"),
+    [
+        (
+            "resiliparse",
+            ["source=html", "path='{}/a.html'"],
+            r"resiliparse is not installed; run: pip install -e '\.\[data\]'",
+        ),
+        ("fastwarc", ["source=warc", "path='{}/a.warc'"], "fastwarc is not installed"),
+        ("pypdfium2", ["source=pdf", "path='{}/a.pdf'"], "pypdfium2 is not installed"),
+        ("pyarrow", ["source=parquet", "path='{}/a.parquet'"], "pyarrow is not installed"),
+        ("datasketch", ["source=text", "path='{}/a.txt'", "stages=[deduplicate_near]"], "datasketch is not installed"),
+        (
+            "ray",
+            ["source=text", "path='{}/a.txt'", "engine=ray"],
+            r"ray is not installed; run: pip install -e '\.\[ray\]'",
+        ),
+    ],
+)
+def test_a_missing_package_is_one_line_with_its_command(tmp_path, monkeypatch, package, overrides, problem):
+    for name, data in {"html": b"<p>x", "warc": b"", "pdf": make_pdf([["x"]]), "parquet": b"", "txt": b"text"}.items():
+        (tmp_path / f"a.{name}").write_bytes(data)
+    for name in [name for name in sys.modules if name.split(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UserError, match=problem) as caught:
+        build_corpus(configure(tmp_path / "c", *(override.format(tmp_path) for override in overrides)))
+    assert "\n" not in str(caught.value)
