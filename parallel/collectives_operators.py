@@ -28,6 +28,10 @@ class Along:
     mesh: str
     axis: str
 
+    def size(self) -> int:
+        """How many ranks lie along the axis."""
+        return NAMED[self.mesh].size(self.axis)
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of x over the ranks of the axis, as a new tensor; not differentiable."""
         return torch.ops.mew.all_reduce(x, self.mesh, self.axis)
