@@ -1,9 +1,9 @@
-"""Ring attention (Liu et al. 2023): each rank keeps its queries, keys and values pass round the ranks, forward and back.
+"""Ring attention (Liu et al. 2023): each rank keeps its queries, and keys and values pass round the ranks.
 
 In P steps every rank sees the keys of all. While a block is computed, the keys of the next one arrive and these go on,
-on a side stream. Backward sends keys round once more, and behind them the sums dK, dV that each rank adds to, in float32
-or better, until they are home again. What is kept for backward is a rank's own share alone. Sequences are cut zig-zag
-(context_parallel_layout), so all ranks are busy in all steps, and what no query sees is not computed.
+on a side stream. Backward sends keys round once more, and behind them the sums dK, dV that each rank adds to, in
+float32 or better, until they are home again. What is kept for backward is a rank's own share alone. Sequences are cut
+zig-zag (context_parallel_layout), so all ranks are busy in all steps, and what no query sees is not computed.
 
 context_parallel_exchange has the two other ways: all keys gathered, or heads for tokens (Ulysses).
 """
@@ -67,9 +67,7 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, out, lse = ctx.saved_tensors
         device, dtype, enabled = ctx.autocast
-        with torch.autocast(
-            device, dtype, enabled=enabled
-        ):  # a block that runs forward again does so as the first time
+        with torch.autocast(device, dtype, enabled=enabled):  # for a block that runs forward again
             dq, dkv = ring_backward(q, torch.stack((k, v)), Rows(out, lse, dout), ctx.ring)
         return dq, *dkv.to(k.dtype).unbind(), None
 

@@ -17,7 +17,7 @@ from parallel.context_parallel_layout import (
 from parallel.mesh_degrees import Degrees
 from tests.kernel.attention_reference import causal_mask, dense_attention
 from tests.parallel.pool import pool_of
-from tests.tolerances import FP64
+from tests.tolerances import FP32_GRADIENT, FP64
 
 B, T, H, K, D = 2, 24, 4, 2, 8
 DOCUMENTS = [[5, 1, 9, 9], [24]]  # tokens of each document of each row; borders lie inside and between ranks
@@ -139,5 +139,5 @@ def test_merging_survives_logits_that_overflow_by_themselves():
     merger = Merger(q)
     for lse, value in ((400.0, 1.0), (400.0, 3.0), (-400.0, 9.0)):
         merger.add(slice(0, 1), torch.full((1, 1, 1, 1), value), torch.full((1, 1, 1), lse))
-    assert merger.out.flatten().tolist() == [2.0, 0.0]
+    assert merger.out.flatten().tolist() == pytest.approx([2.0, 0.0], rel=FP32_GRADIENT)
     assert merger.lse.flatten().tolist() == [pytest.approx(400.0 + math.log(2.0)), -math.inf]
