@@ -8,7 +8,7 @@ from dataclasses import dataclass
 # Passes over the code points of a text in shingles.hash_words, in units of one running sum: the UTF-32
 # encoding, classes, four masks and two searches of one byte each, the widening, product, sum.
 SHINGLE_PASSES = 8
-MINHASH_PASSES = 3  # multiply, add, minimum
+MINHASH_PASSES = 2  # multiply, minimum
 # NumPy calls and dictionary look-ups of quality_filter with all rules on a document that most rules pass.
 QUALITY_CALLS, QUALITY_TEXT_READS = 75, 2
 
