@@ -38,7 +38,7 @@ class TensorShape:
     stream_dtype: str  # of the embedding's vectors
     statistics_dtype: str = "float32"  # of the loss' two numbers a row
     loss_chunks: int = 1  # in which a fused loss exchanges them
-    recomputes: bool = False  # full activation checkpointing
+    recomputes: bool = False  # activation checkpointing: a block's forward is sent again in backward
     has_embedding: bool = True
     has_output: bool = True
 
@@ -84,11 +84,10 @@ def backward_messages(shape: TensorShape, tokens: int, index: int) -> Iterator[M
     if shape.has_output:
         yield from leave_backward(shape, tokens, ("backward", last, index))
     for layer, pairs in reversed(list(enumerate(shape.blocks, start=1))):
-        if shape.recomputes:  # but for the last sum, of which nothing is kept
-            for pair in range(pairs):
-                yield from enter(shape, tokens, ("backward", layer, index))
-                if pair < pairs - 1:
-                    yield from leave(shape, tokens, shape.dtype, ("backward", layer, index))
+        for pair in range(pairs if shape.recomputes else 0):
+            yield from enter(shape, tokens, ("backward", layer, index))
+            if pair == 0:  # nothing is kept of the sum that ends a block, so that one is left out
+                yield from leave(shape, tokens, shape.dtype, ("backward", layer, index))
         for _ in range(pairs):
             yield from enter_backward(shape, tokens, shape.dtype, ("backward", layer, index))
             yield from leave_backward(shape, tokens, ("backward", layer, index))

@@ -30,6 +30,7 @@ class Piece:
     replicas: int = 1
     replica: int = 0
     box: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    group: str = ""  # tells apart sets of ranks that are as many but not the same ones
 
     @property
     def numel(self) -> int:
@@ -107,7 +108,7 @@ def pieces_to_write(pieces: Iterable[Piece]) -> list[Piece]:
     """
     chosen, loads = [], {}
     for piece in pieces:
-        load = loads.setdefault(piece.replicas, [0] * piece.replicas)
+        load = loads.setdefault((piece.replicas, piece.group), [0] * piece.replicas)
         writer = load.index(min(load))
         load[writer] += piece.numel * piece.local.element_size()
         if writer == piece.replica and (piece.numel or not math.prod(piece.shape)):
@@ -120,7 +121,7 @@ def scalar(name: str, tensor: Tensor, beside: Piece) -> Piece | None:
     assert tensor.ndim == 0, f"{name} is {list(tensor.shape)}, not a scalar"
     if beside.start or not beside.numel or (beside.box is not None and any(beside.box[0])):
         return None
-    return Piece(name, (), 0, tensor, beside.replicas, beside.replica)
+    return Piece(name, (), 0, tensor, beside.replicas, beside.replica, group=beside.group)
 
 
 def empty_like(piece: Piece, name: str, dtype: torch.dtype) -> Piece:

@@ -157,7 +157,7 @@ class TensorParallel:
         """A piece of this rank's part as one of the full tensor."""
         place = self.placements.get(piece.name, Placement(piece.shape, self.mesh.size(self.axis)))
         replicas, replica = piece.replicas * place.copies, piece.replica * place.copies + place.copy(self.layout.rank)
-        piece = replace(piece, replicas=replicas, replica=replica)
+        piece = replace(piece, replicas=replicas, replica=replica, group=f"{piece.replicas} x {place.copies}")
         if place.dim is None:
             return piece
         return replace(piece, shape=place.shape, box=place.box(self.layout.rank))
