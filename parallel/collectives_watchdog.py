@@ -26,8 +26,7 @@ class Watchdog:
 
     def __init__(self, log: CommLog, axes: dict[str, list[int]], rank: int, timeout_s: float):
         self.log, self.axes, self.rank, self.timeout_s = log, axes, rank, timeout_s
-        store = dist.distributed_c10d._get_default_store()
-        self.store = store.clone() if hasattr(store, "clone") else store  # a connection that nobody else blocks
+        self.store = own_connection(dist.distributed_c10d._get_default_store())
         self.answered = self.store.add(ASKED, 0)
         self.reported: Call | None = None
         self.stopping = threading.Event()
@@ -101,6 +100,14 @@ class Watchdog:
             self.answer_if_asked()  # two ranks may ask at once
             time.sleep(POLL_S / 10)
         return found
+
+
+def own_connection(store: dist.Store) -> dist.Store:
+    """A connection to the store that nobody else blocks; the common one where a store cannot give another."""
+    try:
+        return store.clone()
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return store
 
 
 def describe_rank(rank: int, state: dict[str, Any] | None, call: Call) -> str | None:
