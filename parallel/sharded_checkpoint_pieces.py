@@ -126,4 +126,5 @@ def scalar(name: str, tensor: Tensor, beside: Piece) -> Piece | None:
 
 def empty_like(piece: Piece, name: str, dtype: torch.dtype) -> Piece:
     """A new tensor for the same elements, zero in the padding: where loading puts an optimizer's state."""
-    return piece.of(name, torch.zeros_like(piece.local, dtype=dtype, requires_grad=False))
+    make = torch.empty_like if piece.numel == piece.local.numel() else torch.zeros_like
+    return piece.of(name, make(piece.local, dtype=dtype, requires_grad=False))
