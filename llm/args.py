@@ -10,6 +10,7 @@ from configs.errors import UserError, check_choice, check_positive
 from llm.optimizer import OptimizerConfig
 from llm.schedule import ScheduleConfig
 from parallel.activation_checkpointing import MODES as CHECKPOINTING
+from parallel.context_parallel_layout import MODES as CONTEXT_MODES
 from parallel.mesh_degrees import Degrees
 
 ATTENTION_BACKENDS = ("sdpa", "eager", "mock", "triton")
@@ -132,9 +133,12 @@ class ParallelConfig:
     dp: int | None = None  # ranks that see different data; null: what the other axes leave of the world
     dp_shard: int | None = None  # of them, ranks that share one copy of what zero shards; null: all, or 1 at zero=0
     tp: int = 1
+    tp_chunks: int = 1  # tokens cross a tp rank's layers in so many pieces, transfers beside products (async TP)
     sequence_parallel: bool = True  # between a tp rank's layers the tokens are cut over the ranks, not held by all
     pp: int = 1
     cp: int = 1
+    cp_mode: str = "ring"  # attention over cp ranks: keys in a ring, or "all_gather" (of keys), or "ulysses" (heads)
+    cp_pad: bool = True  # pad sequences that do not divide over cp; false refuses them
     ep: int = 1  # folds over dp x cp
     zero: int = 0
     ddp_mode: str = "bucketed"  # or "naive": one all-reduce a parameter after backward
@@ -148,8 +152,9 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         check_positive(**{f"parallel.{name}": getattr(self, name) for name in ("bucket_mb", "first_bucket_mb")})
-        check_positive(**{"parallel.timeout_s": self.timeout_s})
+        check_positive(**{"parallel.timeout_s": self.timeout_s, "parallel.tp_chunks": self.tp_chunks})
         check_choice("parallel.ddp_mode", self.ddp_mode, ("bucketed", "naive"))
+        check_choice("parallel.cp_mode", self.cp_mode, CONTEXT_MODES)
         check_choice("parallel.activation_checkpointing", self.activation_checkpointing, CHECKPOINTING)
         if self.zero not in (0, 1, 2, 3):
             raise UserError(f"parallel.zero={self.zero} must be 0, 1, 2 or 3")

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from configs.errors import UserError
 from llm.args import ModelConfig, TrainConfig
+from llm.transformer_linear import linear
 from parallel.mesh import Mesh
 from parallel.tensor_parallel import Plan, TensorLayout, TensorSettings, apply_tensor_parallel
 from parallel.tensor_parallel_strategy import TensorParallel
@@ -57,10 +59,12 @@ def check_tensor(config: TrainConfig) -> None:
             f"parallel.tp={tp} must divide d_ff={model.d_ff}; change model.d_ff to {-(-model.d_ff // tp) * tp}"
         )
     tokens = config.data.seq_len // config.parallel.cp
-    if config.parallel.sequence_parallel and tokens % tp:
+    pieces = tp * config.parallel.tp_chunks
+    if config.parallel.sequence_parallel and tokens % pieces:
         raise UserError(
-            f"parallel.tp={tp} must divide the {tokens} tokens of a sequence that a rank holds under "
-            f"parallel.sequence_parallel=true; change data.seq_len or set parallel.sequence_parallel=false"
+            f"parallel.tp={tp} x tp_chunks={config.parallel.tp_chunks} must divide the {tokens} tokens of a sequence "
+            f"that a rank holds under parallel.sequence_parallel=true; change data.seq_len or set "
+            f"parallel.sequence_parallel=false and parallel.tp_chunks=1"
         )
 
 
@@ -75,7 +79,9 @@ def apply_tensor(model: nn.Module, config: TrainConfig, mesh: Mesh) -> TensorLay
     check_tensor(config)
     present = {name for name, _ in model.named_modules()}
     plan = {name: style for name, style in tensor_plan(config.model).items() if name not in ENDS or name in present}
-    settings = TensorSettings(config.model.num_kv_heads, config.parallel.sequence_parallel)
+    parallel = config.parallel
+    plain = (F.linear, linear)
+    settings = TensorSettings(config.model.num_kv_heads, parallel.sequence_parallel, parallel.tp_chunks, plain)
     return apply_tensor_parallel(model, plan, mesh, settings)
 
 

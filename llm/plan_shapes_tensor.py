@@ -39,6 +39,7 @@ def tensor_shape(params: list[Param], config: TrainConfig) -> TensorShape:
         dtype=dtype,
         stream_dtype=stream,
         statistics_dtype="float64" if wide else "float32",
+        chunks=config.parallel.tp_chunks,
         recomputes=config.parallel.activation_checkpointing != "none",
     )
 

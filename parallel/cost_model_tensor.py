@@ -10,7 +10,7 @@ so both send the same bytes through a rank, 2 (P - 1) / P of N C a crossing. The
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parallel.cost_model_traffic import ITEM_BYTES, Message, Param, norm_dtype, trainable
 
@@ -37,6 +37,7 @@ class TensorShape:
     dtype: str  # of what products read and write
     stream_dtype: str  # of the embedding's vectors
     statistics_dtype: str = "float32"  # of the loss' two numbers a row
+    chunks: int = 1  # pieces in which a block's tokens cross
     loss_chunks: int = 1  # in which a fused loss exchanges them
     recomputes: bool = False  # activation checkpointing: a block's forward is sent again in backward
     has_embedding: bool = True
@@ -66,13 +67,13 @@ def activation_messages(shape: TensorShape, micro_batch_tokens: list[int]) -> It
 def forward_messages(shape: TensorShape, tokens: int, index: int) -> Iterator[Message]:
     last = len(shape.blocks) + 1
     if shape.has_embedding:
-        yield from leave(shape, tokens, shape.stream_dtype, ("forward", 0, index))
+        yield leave(shape, tokens, shape.stream_dtype, ("forward", 0, index))
     for layer, pairs in enumerate(shape.blocks, start=1):
         for _ in range(pairs):
-            yield from enter(shape, tokens, ("forward", layer, index))
-            yield from leave(shape, tokens, shape.dtype, ("forward", layer, index))
+            yield from in_chunks(shape, enter(shape, tokens, ("forward", layer, index)))
+            yield from in_chunks(shape, leave(shape, tokens, shape.dtype, ("forward", layer, index)))
     if shape.has_output:
-        yield from enter(shape, tokens, ("forward", last, index))
+        yield from filter(None, [enter(shape, tokens, ("forward", last, index))])
         for chunk in range(shape.loss_chunks):
             rows = tokens * (chunk + 1) // shape.loss_chunks - tokens * chunk // shape.loss_chunks
             nbytes = shape.ranks * 2 * rows * ITEM_BYTES[shape.statistics_dtype]
@@ -82,43 +83,42 @@ def forward_messages(shape: TensorShape, tokens: int, index: int) -> Iterator[Me
 def backward_messages(shape: TensorShape, tokens: int, index: int) -> Iterator[Message]:
     last = len(shape.blocks) + 1
     if shape.has_output:
-        yield from leave_backward(shape, tokens, ("backward", last, index))
+        yield leave(shape, tokens, shape.dtype, ("backward", last, index))
     for layer, pairs in reversed(list(enumerate(shape.blocks, start=1))):
+        place = ("backward", layer, index)
         for pair in range(pairs if shape.recomputes else 0):
-            yield from enter(shape, tokens, ("backward", layer, index))
-            if pair == 0:  # nothing is kept of the sum that ends a block, so that one is left out
-                yield from leave(shape, tokens, shape.dtype, ("backward", layer, index))
-        for _ in range(pairs):
-            yield from enter_backward(shape, tokens, shape.dtype, ("backward", layer, index))
-            yield from leave_backward(shape, tokens, ("backward", layer, index))
+            yield from in_chunks(shape, enter(shape, tokens, place))
+            # Nothing is kept of the plain sum that ends a block, so that one is left out.
+            if pair == 0 or shape.chunks > 1:
+                yield from in_chunks(shape, leave(shape, tokens, shape.dtype, place))
+        for _ in range(pairs):  # backward mirrors forward: a sum's gradient enters, a gather's leaves
+            yield from in_chunks(shape, enter(shape, tokens, place))
+            yield from in_chunks(shape, leave(shape, tokens, shape.dtype, place))
     if shape.has_embedding:
-        yield from enter_backward(shape, tokens, shape.stream_dtype, ("backward", 0, index))
+        yield from filter(None, [enter(shape, tokens, ("backward", 0, index), shape.stream_dtype)])
 
 
-def enter(shape: TensorShape, tokens: int, place: tuple[str, int, int]) -> Iterator[Message]:
-    if shape.cut_by_tokens:
-        yield message("all_gather", shape, tokens, shape.dtype, place)
+def enter(shape: TensorShape, tokens: int, place: tuple[str, int, int], dtype: str | None = None) -> Message | None:
+    """All tokens on every rank, from a stream that is cut; a whole one is there already."""
+    if not shape.cut_by_tokens:
+        return None
+    return crossing("all_gather", shape, tokens, dtype or shape.dtype, place)
 
 
-def leave(shape: TensorShape, tokens: int, dtype: str, place: tuple[str, int, int]) -> Iterator[Message]:
+def leave(shape: TensorShape, tokens: int, dtype: str, place: tuple[str, int, int]) -> Message:
+    """The sum of what the ranks have."""
     op = "reduce_scatter_sum" if shape.cut_by_tokens else "all_reduce_sum"
-    yield message(op, shape, tokens, dtype, place)
+    return crossing(op, shape, tokens, dtype, place)
 
 
-def enter_backward(shape: TensorShape, tokens: int, dtype: str, place: tuple[str, int, int]) -> Iterator[Message]:
-    """Where a sum's gradient comes back to the rows, the mirror of `leave`."""
-    if shape.cut_by_tokens:
-        yield message("all_gather", shape, tokens, dtype, place)
-
-
-def leave_backward(shape: TensorShape, tokens: int, place: tuple[str, int, int]) -> Iterator[Message]:
-    """Where the columns' gradients are summed, the mirror of `enter`."""
-    op = "reduce_scatter_sum" if shape.cut_by_tokens else "all_reduce_sum"
-    yield message(op, shape, tokens, shape.dtype, place)
-
-
-def message(op: str, shape: TensorShape, tokens: int, dtype: str, place: tuple[str, int, int]) -> Message:
+def crossing(op: str, shape: TensorShape, tokens: int, dtype: str, place: tuple[str, int, int]) -> Message:
     return Message(op, AXIS, dtype, shape.ranks, tokens * shape.width * ITEM_BYTES[dtype], *place)
+
+
+def in_chunks(shape: TensorShape, message: Message | None) -> Iterator[Message]:
+    """One crossing of a block as its pieces."""
+    if message is not None:
+        yield from [replace(message, nbytes=message.nbytes // shape.chunks)] * shape.chunks
 
 
 def gradient_messages(

@@ -26,6 +26,7 @@ from parallel.collectives import broadcast
 from parallel.collectives_operators import along
 from parallel.mesh import Mesh
 from parallel.tensor_parallel_operators import Crossing, GatherColumns
+from parallel.tensor_parallel_overlap import Chunks, OverlappedColumns, OverlappedRow, check_plain
 from parallel.tensor_parallel_placement import Placement, place
 
 Plan = dict[str, str]
@@ -34,11 +35,23 @@ STYLES = ("column", "kv", "row", "vocab", "heads", "last")
 
 @dataclass(frozen=True)
 class TensorSettings:
-    """How the model is cut; `kv_heads` limits the parts of "kv" layers."""
+    """How the model is cut; `kv_heads` limits the parts of "kv" layers.
+
+    `chunks` above 1: tokens cross in as many pieces beside the products, which must be `plain` ones.
+    """
 
     kv_heads: int
     sequence_parallel: bool = True
+    chunks: int = 1
+    plain: tuple[Callable, ...] = (torch.nn.functional.linear,)
     axis: str = "tp"
+
+    def __post_init__(self) -> None:
+        if self.chunks > 1 and not self.sequence_parallel:
+            raise UserError(
+                f"parallel.tp_chunks={self.chunks} cuts tokens that cross between ranks and needs "
+                f"parallel.sequence_parallel=true; set it, or use parallel.tp_chunks=1"
+            )
 
 
 @dataclass
@@ -49,6 +62,7 @@ class TensorLayout:
     axis: str
     placements: dict[str, Placement]
     crossing: Crossing
+    settings: TensorSettings
     by_parameter: dict[int, Placement] = field(default_factory=dict)  # by id, of tied ones too
     seams: list[tuple[nn.Module, str, Any, Any]] = field(default_factory=list)  # module, name, before, after
 
@@ -104,16 +118,16 @@ def apply_tensor_parallel(model: nn.Module, plan: Plan, mesh: Mesh, settings: Te
     """
     check_plan(model, plan)
     ranks = mesh.size(settings.axis)
-    crossing = Crossing(along(mesh, settings.axis), ranks, settings.sequence_parallel)
+    crossing = Crossing(along(mesh, settings.axis), ranks, settings.sequence_parallel, settings.chunks)
     shapes = [(name, tuple(param.shape)) for name, param in model.named_parameters()]
-    layout = TensorLayout(mesh, settings.axis, placements_of(shapes, plan, ranks, settings), crossing)
+    layout = TensorLayout(mesh, settings.axis, placements_of(shapes, plan, ranks, settings), crossing, settings)
     cut_parameters(model, layout)
     for name, module in model.named_modules():
         style = style_of(name, plan)
         if style in ("column", "kv"):
             swap_column(model.get_submodule(name.rpartition(".")[0]), module, layout)
         elif style == "row":
-            layout.swap(module, "matmul", Row(module.matmul, crossing))
+            swap_row(module, layout)
         elif style == "vocab":
             swap_vocab(module, layout)
         elif style == "last" and settings.sequence_parallel:
@@ -250,8 +264,22 @@ def swap_column(parent: nn.Module, module: nn.Module, layout: TensorLayout) -> N
     """Its own input enters, or once for all that read it where the parent projects them together."""
     if not hasattr(parent, "project"):
         layout.swap(module, "matmul", Column(module.matmul, layout.crossing))
-    elif not isinstance(parent.project, ColumnGroup):
-        layout.swap(parent, "project", ColumnGroup(parent.project, layout.crossing))
+    elif not isinstance(parent.project, ColumnGroup | OverlappedColumns):
+        overlapped = layout.settings.chunks > 1
+        group = overlapped_columns(layout) if overlapped else ColumnGroup(parent.project, layout.crossing)
+        layout.swap(parent, "project", group)
+
+
+def overlapped_columns(layout: TensorLayout) -> OverlappedColumns:
+    return OverlappedColumns(Chunks(layout.mesh, layout.axis, layout.settings.chunks), layout.settings.plain)
+
+
+def swap_row(module: nn.Module, layout: TensorLayout) -> None:
+    if layout.settings.chunks == 1:
+        layout.swap(module, "matmul", Row(module.matmul, layout.crossing))
+        return
+    check_plain(module.matmul, layout.settings.plain)
+    layout.swap(module, "matmul", OverlappedRow(Chunks(layout.mesh, layout.axis, layout.settings.chunks)))
 
 
 def swap_vocab(module: nn.Module, layout: TensorLayout) -> None:

@@ -4,7 +4,7 @@ Between blocks the residual stream is whole on every rank, or, under sequence pa
 by tokens, so that norms and additions are shared out and an all-reduce becomes a reduce-scatter and an all-gather of
 the same bytes. What differs: the stream (B, T, C) is cut by flattened rows, not along T. Rank t holds the rows
 t N/tp .. (t + 1) N/tp in a tensor of the shape (B, T/tp, C); everything on the stream works on single tokens, so no
-transposing copy goes with a collective.
+transposing copy goes with a collective. With `chunks` (tensor_parallel_overlap) it holds such rows of every chunk.
 """
 
 from dataclasses import dataclass
@@ -62,6 +62,7 @@ class Crossing:
     along: Along
     ranks: int
     sequence_parallel: bool
+    chunks: int = 1
 
     def enter(self, x: Tensor) -> Tensor:
         """What a column of weights reads: all tokens, on every rank. Under autocast in its dtype, as products read."""
@@ -74,9 +75,11 @@ class Crossing:
         if not self.sequence_parallel:
             return Leave.apply(x, self.along)
         B, T, C = x.shape
-        return self.along.reduce_scatter(x.reshape(B * T, C)).view(B, T // self.ranks, C)
+        rows = x.reshape(self.chunks, self.ranks, -1, C).transpose(0, 1).reshape(B * T, C)  # no copy of one chunk
+        return self.along.reduce_scatter(rows).view(B, T // self.ranks, C)
 
     def gather_tokens(self, x: Tensor) -> Tensor:
         """(B, T/tp, C) of every rank -> (B, T, C); gradients are summed and scattered."""
         B, tokens, C = x.shape
-        return self.along.all_gather(x.reshape(B * tokens, C)).view(B, tokens * self.ranks, C)
+        rows = self.along.all_gather(x.reshape(B * tokens, C)).view(self.ranks, self.chunks, -1, C)
+        return rows.transpose(0, 1).reshape(B, tokens * self.ranks, C)

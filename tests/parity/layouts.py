@@ -43,9 +43,9 @@ def parse_layout(text: str) -> Layout:
 
 
 def parse_value(name: str, value: str) -> Any:
-    if name in ("ddp_mode", "reduce_dtype", "activation_checkpointing"):
+    if name in ("ddp_mode", "reduce_dtype", "activation_checkpointing", "cp_mode"):
         return value
-    if name in ("force", "reduce_each_micro_batch", "sequence_parallel"):
+    if name in ("force", "reduce_each_micro_batch", "sequence_parallel", "cp_pad"):
         return value == "true"
     try:
         return float(value) if name.endswith(("_mb", "_s")) else int(value)
@@ -68,7 +68,8 @@ DEFAULT_GRID = layouts(
     "dp=1", "dp=1,force=true", "dp=2", "dp=2,ddp_mode=naive", "dp=2,reduce_dtype=bfloat16", "dp=3",
     "dp=2,zero=1", "dp=3,zero=1", "dp=2,zero=2", "dp=2,zero=3", "dp=3,zero=3", "dp=4,dp_shard=2,zero=3",
     "dp=2,zero=3,activation_checkpointing=full", "dp=1,zero=3,force=true",
-    "tp=2", "tp=2,sequence_parallel=false", "tp=4", "dp=2,tp=2", "dp=2,tp=2,zero=1", "dp=2,tp=2,zero=3",
+    "tp=2", "tp=2,sequence_parallel=false", "tp=4", "tp=2,tp_chunks=2", "dp=2,tp=2", "dp=2,tp=2,zero=1",
+    "dp=2,tp=2,zero=3",
 )  # fmt: skip
 SLOW_GRID = layouts(
     "dp=4", "dp=8", "dp=4,ddp_mode=naive", "dp=2,bucket_mb=25", "dp=2,first_bucket_mb=0.0001,bucket_mb=0.0001",
@@ -78,4 +79,5 @@ SLOW_GRID = layouts(
     "dp=2,zero=2,activation_checkpointing=selective", "dp=3,activation_checkpointing=full",
     "tp=4,sequence_parallel=false", "dp=2,tp=4", "dp=4,tp=2,dp_shard=2,zero=3", "tp=2,zero=1", "dp=2,tp=2,zero=2",
     "tp=2,activation_checkpointing=full", "tp=2,activation_checkpointing=selective", "dp=2,tp=4,zero=1",
+    "tp=4,tp_chunks=2", "tp=2,tp_chunks=4,activation_checkpointing=full", "dp=2,tp=2,tp_chunks=2,zero=3",
 )  # fmt: skip
