@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from llm.loss import IGNORE_INDEX, token_losses
+from llm.parallelize_context import ContextShards
 from llm.transformer_context import make_context
 
 NUM_BUCKETS = 16
@@ -62,11 +63,17 @@ class EvaluationSums:
     def __init__(self, seq_len: int, device: torch.device | str = "cpu"):
         self.tensor = torch.zeros(2, seq_len, dtype=torch.float64, device=device)
 
-    def add(self, losses: Tensor, targets: Tensor) -> None:
-        """Count one batch: losses (B, T') with 0 where targets (B, T') are ignored, T' <= T."""
-        num_positions = losses.shape[1]
-        self.tensor[0, :num_positions] += losses.double().sum(0)
-        self.tensor[1, :num_positions] += (targets != IGNORE_INDEX).sum(0)
+    def add(self, losses: Tensor, targets: Tensor, columns: Tensor | None = None) -> None:
+        """Count one batch: losses (B, T') with 0 where targets (B, T') are ignored, T' <= T.
+
+        `columns` (T',) says where in the window they lie, if not at its start; those beyond T are padding.
+        """
+        sums = torch.stack((losses.double().sum(0), (targets != IGNORE_INDEX).sum(0).double()))  # (2, T')
+        if columns is None:
+            self.tensor[:, : losses.shape[1]] += sums
+        else:
+            inside = columns < self.tensor.shape[1]
+            self.tensor[:, columns[inside]] += sums[:, inside]
 
     def result(self, bytes_per_token: float) -> Evaluation:
         """The figures, given the UTF-8 bytes of text that one target token stands for on average."""
@@ -104,15 +111,21 @@ def evaluate_sums(
     seq_len: int,
     device: torch.device,
     autocast_dtype: torch.dtype | None = None,
+    shards: ContextShards | None = None,
 ) -> EvaluationSums:
-    """Run the model over this rank's batches; `autocast_dtype` is what training runs its matmuls in, or None."""
+    """Run the model over this rank's batches; `autocast_dtype` is what training runs its matmuls in, or None.
+
+    With `shards` (context parallelism) the sums are those of this rank's tokens of each batch.
+    """
+    context_of = make_context if shards is None else shards.make_context
     sums = EvaluationSums(seq_len, device)
     for batch in batches:
-        batch = batch.to(device)
-        ctx = make_context(batch.token_ids, batch.token_positions, batch.doc_ids)
+        columns = None if shards is None else shards.columns_of(batch.token_ids.shape[1], device)
+        batch = (batch if shards is None else shards.shard(batch)).to(device)
+        ctx = context_of(batch.token_ids, batch.token_positions, batch.doc_ids)
         with torch.autocast(device.type, autocast_dtype, enabled=autocast_dtype is not None):
             logits = model(batch.token_ids, ctx)  # (B, T, V)
-        sums.add(token_losses(logits, batch.targets), batch.targets)
+        sums.add(token_losses(logits, batch.targets), batch.targets, columns)
     return sums
 
 

@@ -19,6 +19,7 @@ from llm.data_loader import Batch
 from llm.loss import CrossEntropyLoss, FusedCrossEntropyLoss, LossSums
 from llm.loss_vocab import vocab_head
 from llm.optimizer import build_optimizer
+from llm.parallelize_context import ContextShards, apply_context
 from llm.parallelize_strategy import Strategy
 from llm.parallelize_tensor import apply_tensor, fill_parts, tensor_strategy
 from llm.transformer_context import make_context
@@ -54,12 +55,19 @@ def apply_compile(model: nn.Module, mode: str, device: torch.device) -> str:
 
 
 def make_forward_loss(
-    model: nn.Module, loss: CrossEntropyLoss | FusedCrossEntropyLoss, compile_mode: str
+    model: nn.Module,
+    loss: CrossEntropyLoss | FusedCrossEntropyLoss,
+    compile_mode: str,
+    shards: ContextShards | None = None,
 ) -> ForwardLoss:
-    """The function from a batch to its loss sums, compiled as a whole for mode "model"."""
+    """The function from a batch to its loss sums, compiled as a whole for mode "model".
+
+    With `shards` (Parallelized.shards) it takes what they have cut.
+    """
+    context_of = make_context if shards is None else shards.make_context
 
     def logits_and_loss(token_ids: Tensor, targets: Tensor, positions: Tensor | None, doc_ids: Tensor | None):
-        ctx = make_context(token_ids, positions, doc_ids)
+        ctx = context_of(token_ids, positions, doc_ids)
         head = vocab_head(model, loss, targets)
         if head is not None:
             return model(token_ids, ctx, head=head)
@@ -79,6 +87,7 @@ class Parallelized:
     optimizer: Any  # step(), zero_grad(), param_groups, state: a MixedOptimizer or one over shards
     strategy: Strategy
     compile: str  # the mode in force
+    shards: ContextShards | None = None  # under context parallelism: cuts batches, makes their contexts
 
 
 def parallelize(model: nn.Module, config: TrainConfig, mesh: Mesh) -> Parallelized:
@@ -89,6 +98,7 @@ def parallelize(model: nn.Module, config: TrainConfig, mesh: Mesh) -> Paralleliz
     refuse_unknown(config.parallel)
     apply_kernels(model, config.kernels, mesh.device)
     tensor_layout = apply_tensor(model, config, mesh)
+    shards = apply_context(model, config, mesh)
     for block in model.blocks.values():
         block.checkpoint = make_checkpoint(config.parallel.activation_checkpointing)
     compile_mode = apply_compile(model, config.compile, mesh.device)
@@ -96,11 +106,11 @@ def parallelize(model: nn.Module, config: TrainConfig, mesh: Mesh) -> Paralleliz
     strategy = tensor_strategy(strategy, model, tensor_layout)
     fused = config.kernels.uses("optimizer")
     optimizer = strategy.shard_optimizer(build_optimizer(model.named_parameters(), config.optimizer, fused))
-    return Parallelized(model, optimizer, strategy, compile_mode)
+    return Parallelized(model, optimizer, strategy, compile_mode, shards)
 
 
 def refuse_unknown(config: ParallelConfig) -> None:
-    for name in ("pp", "cp", "ep"):
+    for name in ("pp", "ep"):
         if getattr(config, name) > 1:
             raise UserError(f"parallel.{name}={getattr(config, name)} is not implemented yet; use parallel.{name}=1")
 

@@ -10,8 +10,10 @@ from torch import nn
 
 from llm.args import ModelConfig, ParallelConfig, TrainConfig
 from llm.optimizer import is_hidden_matrix
+from llm.plan_shapes_context import context_shape, tokens_of_rank
 from llm.plan_shapes_tensor import tensor_cuts, tensor_messages
 from llm.transformer import Transformer
+from parallel.cost_model_context import context_messages
 from parallel.cost_model_matrices import matrix_messages
 from parallel.cost_model_tensor import cut_params
 from parallel.cost_model_traffic import DataLayout, Message, Param, Traffic, step_messages, summed
@@ -73,14 +75,16 @@ def rank_messages(
     layout = data_layout(config.parallel, degrees, micro_batches, config.dtype)
     row = next(ranks for ranks in degrees.groups("dp_shard_cp") if rank in ranks)
     place = row.index(rank)
-    tensor: list[Message] = []
+    rows = config.global_batch_tokens // config.data.seq_len // degrees.dp
+    bounds = [rows * index // micro_batches for index in range(micro_batches + 1)]
+    counts = [tokens_of_rank(config, last - first) for first, last in pairwise(bounds)]
+    activations: list[Message] = []
+    if degrees.cp > 1:
+        activations += context_messages(context_shape(params, config), counts)
     if degrees.tp > 1:
-        tokens = config.global_batch_tokens // degrees.dp // degrees.cp
-        bounds = [tokens * index // micro_batches for index in range(micro_batches + 1)]
-        counts = [last - first for first, last in pairwise(bounds)]
-        tensor = list(tensor_messages(params, config, layout, place, counts))
+        activations += tensor_messages(params, config, layout, place, counts)
         params = cut_params(params, tensor_cuts(params, config))
-    return [*step_messages(params, layout), *matrix_messages(params, layout, place), *tensor]
+    return [*step_messages(params, layout), *matrix_messages(params, layout, place), *activations]
 
 
 def predicted_traffic(

@@ -77,9 +77,10 @@ def validate(trainer: Trainer) -> Evaluation:
     with trainer.off_the_clock():
         batches = trainer.validation.batches(config.micro_batch_size, mesh.rank_in("dp"), mesh.size("dp"))
         trainer.model.eval()
-        sums = evaluate_sums(trainer.model, batches, config.data.seq_len, mesh.device, trainer.autocast_dtype)
+        shards = trainer.training_step.shards
+        sums = evaluate_sums(trainer.model, batches, config.data.seq_len, mesh.device, trainer.autocast_dtype, shards)
         trainer.model.train()
-        all_reduce_sum(sums.tensor, mesh)
+        all_reduce_sum(sums.tensor, mesh, "dp_cp")
         result = sums.result(trainer.validation.bytes_per_token)
         trainer.record.validation(trainer.step, result)
     return result

@@ -59,6 +59,7 @@ class TrainingStep:
         self.config, self.mesh = config, mesh
         self.strategy, self.optimizer = parallelized.strategy, parallelized.optimizer
         self.forward_loss = forward_loss
+        self.shards = parallelized.shards  # cut each batch to this rank's tokens, or None
         self.autocast_dtype = torch.bfloat16 if config.dtype == "bfloat16" else None
         self.graphed: GraphedMicroBatch | None = None
         if config.kernels.cuda_graph:
@@ -86,11 +87,12 @@ class TrainingStep:
 
         A rank may have fewer micro-batches than others, or none.
         """
+        micro_batches = self.cut(micro_batches)
         with self.phase("communication"):
             num_targets, stop, most = self.agree(micro_batches, wants_stop)
         if stop:
             return None
-        padding = [without_targets(self.config.data.seq_len)] * (most - len(micro_batches))
+        padding = self.cut([without_targets(self.config.data.seq_len)] * (most - len(micro_batches)))
         loss_sum, z_loss_sum = self.accumulate_gradients(micro_batches + padding, num_targets)
         with self.phase("communication"):
             self.strategy.finish_gradients()
@@ -108,6 +110,10 @@ class TrainingStep:
         if not self.defers:
             self.settle()
         return StepResult(loss_sum, z_loss_sum, num_targets, reading, self.config.optimizer.lr * factor)
+
+    def cut(self, micro_batches: list[Batch]) -> list[Batch]:
+        """Under context parallelism this rank's tokens of each; their labels alone are counted here."""
+        return micro_batches if self.shards is None else [self.shards.shard(batch) for batch in micro_batches]
 
     def settle(self) -> None:
         """Count the last step as done or skipped; waits for its norm. To be called before anything of it is kept."""

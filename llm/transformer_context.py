@@ -23,6 +23,8 @@ class BlockContext:
     cache_lens: (B,) int32, the tokens of each row's sequence, these T being its last; None where they are not.
     mask, ranges: the same for dense backends, (B or 1, 1, T, S) bool, and for kernels; rope: cos and sin, each
         (B or 1, T, 1, D) float32. The model fills these in for its backend, once for all blocks.
+    share: under context parallelism what attention needs to reach the other ranks' tokens (llm/parallelize_context);
+        the masks are then in it.
     """
 
     token_positions: Tensor
@@ -35,6 +37,7 @@ class BlockContext:
     mask: Tensor | None = None
     ranges: Any = None  # kernel.flash_attention_ranges.KeyRanges
     rope: tuple[Tensor, Tensor] | None = None
+    share: Any = None
 
 
 def document_starts(doc_ids: Tensor) -> Tensor:

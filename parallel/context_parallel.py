@@ -20,8 +20,6 @@ from parallel.context_parallel_blocks import BlockAttention, Merger, Rows, wide
 from parallel.context_parallel_layout import RingBlock
 from parallel.mesh import Mesh
 
-MODES = ("ring", "all_gather", "ulysses")
-
 
 @dataclass(frozen=True)
 class Ring:

@@ -56,10 +56,10 @@ class DifferentiableBlock:
         with torch.enable_grad():
             inputs = [x.detach().requires_grad_() for x in (q, k, v)]
             out, lse = self.attend(*inputs, mask)
-        weight = block_weight(lse.detach(), rows.lse)  # (B, H, T)
-        dout = rows.dout * by_row(weight).to(rows.dout.dtype)  # (B, T, H, D)
-        dlse = weight * ((out.detach() - rows.out) * rows.dout).to(weight.dtype).sum(-1).transpose(1, 2)  # (B, H, T)
-        return torch.autograd.grad((out, lse), inputs, (dout, dlse.to(lse.dtype)))
+        weight = by_row(block_weight(lse.detach(), rows.lse))  # (B, T, H, 1), wide: so is what it multiplies
+        dout = weight * rows.dout
+        dlse = (dout * (out.detach() - rows.out.to(weight.dtype))).sum(-1).transpose(1, 2)  # (B, H, T)
+        return torch.autograd.grad((out, lse), inputs, (dout.to(out.dtype), dlse.to(lse.dtype)))
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+MODES = ("ring", "all_gather", "ulysses")  # parallel.cp_mode
 Intervals = tuple[Tensor, Tensor]  # key_lo, key_hi, each (B or 1, T) int32: a query sees key_lo <= j < key_hi
 
 

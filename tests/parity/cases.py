@@ -38,11 +38,11 @@ class ParityModel(Transformer):
         self.blocks["0"].attention.o_proj.bias = nn.Parameter(torch.empty(config.d_model))
 
     def hidden_states(self, x: Tensor, ctx: BlockContext | None = None) -> Tensor:
-        gain = self.single  # (1,), or (B, 1, 1) where some row has one of the two tokens
+        gain = self.single  # (1,), or (B, T, 1) where one of the two tokens is there
         for token, param in ((FIRST_ROW_TOKEN, self.only_first_row), (LAST_ROW_TOKEN, self.only_last_row)):
-            rows = (x == token).any(dim=1)  # (B,)
-            if bool(rows.any()):
-                gain = gain + rows[:, None, None] * (0.1 * param.sum())
+            here = x == token  # (B, T): a rank may hold some of a row's tokens only
+            if bool(here.any()):
+                gain = gain + here[..., None] * (0.1 * param.sum())
         return super().hidden_states(x, ctx) * gain
 
 
@@ -68,9 +68,11 @@ class Case:
         return torch.float64 if self.dtype == "float64" else torch.float32
 
     def train_config(self, parallel: ParallelConfig | None = None) -> TrainConfig:
+        in_ring = parallel is not None and parallel.cp > 1 and parallel.cp_mode == "ring"
+        attention = "eager" if in_ring else "sdpa"  # which has no logsumexp to join blocks by
         model = ModelConfig(
             vocab_size=VOCAB, max_seq_len=T, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, d_ff=24,
-            qkv_bias=True, qk_norm=True, tie_embeddings=self.tie,
+            qkv_bias=True, qk_norm=True, tie_embeddings=self.tie, attention=attention,
             moe=MoeConfig(num_experts=3, experts_per_token=2, d_ff=10) if self.experts else MoeConfig(),
         )  # fmt: skip
         rates = {"sgd": 0.5, "adamw": 0.01, "muon": 0.02}

@@ -54,7 +54,9 @@ def run_layout(
 def train_case(mesh: Mesh, case: Case, parallel: ParallelConfig, accumulation: int | str) -> dict[str, Any]:
     config = case.train_config(parallel)
     parts = parallelize(make_model(case, mesh.device), config, mesh)
-    step = TrainingStep(config, mesh, parts, make_forward_loss(parts.model, CrossEntropyLoss(), parts.compile))
+    step = TrainingStep(
+        config, mesh, parts, make_forward_loss(parts.model, CrossEntropyLoss(), parts.compile, parts.shards)
+    )
     seen = keep_first_gradients(parts.strategy)
     result, comm = Result({}, [], [], {}), []
     mesh.log.drain(0)

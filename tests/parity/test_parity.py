@@ -18,7 +18,7 @@ def check(layout, case, accumulation=1, device="cpu"):
         pytest.skip("gradients that travel in fewer digits are compared in the pass that has no more")
     ranks = run_on_pool(layout, case, accumulation, device=device)
     reference = saved_reference(case)
-    if case is BF16 and layout.config().tp > 1:
+    if case is BF16 and max(layout.config().tp, layout.config().cp) > 1:
         case = replace(case, gradient_error=tolerances.BF16_GRADIENT_OF_PARTS)
     compare(ranks, reference, case)
     # The cost model counts every gradient; the naive mode and Muon's exchange leave out those that no rank has.

@@ -1,0 +1,81 @@
+"""The attention backends as a ring's blocks: masks in each backend's form, and gradients given the whole's out and lse.
+
+The Triton kernels' backward takes out and lse as arguments, so it runs once a block and forward never again; eager and
+mock go through autograd (parallel/context_parallel_blocks.DifferentiableBlock).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llm.transformer_attention import BACKENDS, prepare_mask
+from llm.transformer_context import BlockContext
+from parallel.context_parallel_blocks import BlockAttention, DifferentiableBlock, Rows
+from parallel.context_parallel_layout import BlockMask, Intervals
+
+RING_BACKENDS = ("triton", "mock", "eager")  # those that give a logsumexp
+
+
+@dataclass(frozen=True)
+class TritonMask:
+    """A block's mask as the kernels take it: NO_MASK, CAUSAL or RANGES, and the four tensors of the latter."""
+
+    bounds: int
+    ranges: tuple[Tensor, ...] = ()
+
+
+class TritonBlock:
+    """BlockAttention of our Triton kernels."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: TritonMask) -> tuple[Tensor, Tensor]:
+        from kernel.flash_attention_triton_launch import run_forward
+
+        return run_forward(q, k, v, self.call(q, mask))
+
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, mask: TritonMask) -> tuple[Tensor, Tensor, Tensor]:
+        from kernel.flash_attention_triton_launch import run_backward
+
+        lse = rows.lse.contiguous()  # the kernels take it without strides, and it may be that of some queries
+        saved = [q, k, v, rows.out, lse, rows.dout, None]
+        return run_backward(saved, self.call(q, mask))
+
+    def call(self, q: Tensor, mask: TritonMask) -> Any:
+        from kernel.flash_attention_triton_launch import Attention
+
+        return Attention(mask.ranges, mask.bounds, 0, 1.0 / math.sqrt(q.shape[-1]))
+
+
+def block_attention(backend: str) -> BlockAttention:
+    """A backend as the blocks of a ring."""
+    return TritonBlock() if backend == "triton" else DifferentiableBlock(BACKENDS[backend])
+
+
+def prepare_block(backend: str, mask: BlockMask, device: torch.device) -> Any:
+    """A block's mask in the form that the backend's block_attention takes, once for all layers."""
+    if backend == "triton":
+        return triton_mask(mask)
+    ctx = BlockContext(torch.empty(0), keys=(*as_intervals(mask, device), mask.num_keys))
+    prepare_mask(backend, ctx)
+    return ctx
+
+
+def triton_mask(mask: BlockMask) -> TritonMask:
+    from kernel.flash_attention_ranges import ranges_from_keys
+    from kernel.flash_attention_triton_launch import CAUSAL, NO_MASK, RANGES
+
+    if mask.kind != "intervals":
+        return TritonMask(CAUSAL if mask.kind == "causal" else NO_MASK)
+    ranges = ranges_from_keys(*mask.intervals, mask.num_keys)
+    return TritonMask(RANGES, (ranges.key_lo, ranges.key_hi, ranges.query_lo, ranges.query_hi))
+
+
+def as_intervals(mask: BlockMask, device: torch.device) -> Intervals:
+    """Any mask as intervals (B or 1, T)."""
+    if mask.kind == "intervals":
+        return mask.intervals
+    queries = torch.arange(mask.num_queries, device=device, dtype=torch.int32)[None]
+    zeros = torch.zeros_like(queries)
+    return zeros, (queries + 1 if mask.kind == "causal" else zeros + mask.num_keys)
