@@ -39,7 +39,7 @@ class AdamWRates:
 @triton.jit
 def update_block(
     param_ptr, gradient_ptr, m_ptr, v_ptr, size, scale,
-    decay, beta1, beta2, rate, eps, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    decay, grow1, beta2, grow2, rate, eps, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Update the first `size` elements from these addresses on, or without a mask all of BLOCK."""
     offsets = tl.arange(0, BLOCK)
@@ -48,8 +48,8 @@ def update_block(
     m = tl.load(m_ptr + offsets, mask=inside)
     v = tl.load(v_ptr + offsets, mask=inside)
     w = tl.load(param_ptr + offsets, mask=inside).to(tl.float32)
-    m += (1.0 - beta1) * (g - m)
-    v = beta2 * v + (1.0 - beta2) * g * g
+    m += grow1 * (g - m)
+    v = beta2 * v + grow2 * g * g
     w = decay * w - rate * m / (tl.sqrt(v) + eps)
     tl.store(m_ptr + offsets, m, mask=inside)
     tl.store(v_ptr + offsets, v, mask=inside)
@@ -59,14 +59,15 @@ def update_block(
 @triton.jit
 def adamw_kernel(
     addresses_ptr, sizes_ptr, tensor_of_ptr, first_of_ptr, scale_ptr, count,
-    decay, beta1, beta2, rate, eps,
+    decay, grow1, beta2, grow2, rate, eps,
     HAS_SCALE: tl.constexpr, ALIGNED: tl.constexpr, PARAM: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
     TAIL: tl.constexpr,
 ):  # fmt: skip
     """A program updates one block of one tensor; addresses (4, count) int64: parameter, gradient, exp_avg, exp_avg_sq.
 
     m += (1 - beta1)(g - m); v = beta2 v + (1 - beta2) g^2; w = decay w - rate m / (sqrt(v) + eps), where decay is
-    1 - lr weight_decay and both bias corrections are in rate and eps.
+    1 - lr weight_decay and both bias corrections are in rate and eps; grow1 and grow2 are 1 - beta1 and 1 - beta2, made
+    by the host, since in float32 that difference would lose three digits.
     """
     tensor = tl.load(tensor_of_ptr + tl.program_id(0))
     first = tl.load(first_of_ptr + tl.program_id(0))  # int64
@@ -87,13 +88,13 @@ def adamw_kernel(
     # A mask whose bound is known to nobody would keep loads to one element, so whole blocks go without one.
     if left >= BLOCK:
         update_block(
-            param_ptr, gradient_ptr, m_ptr, v_ptr, left, scale, decay, beta1, beta2, rate, eps, False, BLOCK
+            param_ptr, gradient_ptr, m_ptr, v_ptr, left, scale, decay, grow1, beta2, grow2, rate, eps, False, BLOCK
         )  # fmt: skip
     else:
         for start in range(0, left, TAIL):  # in small pieces, whose addresses take few registers
             update_block(
                 param_ptr + start, gradient_ptr + start, m_ptr + start, v_ptr + start, left - start, scale,
-                decay, beta1, beta2, rate, eps, True, TAIL,
+                decay, grow1, beta2, grow2, rate, eps, True, TAIL,
             )  # fmt: skip
 
 
@@ -148,7 +149,7 @@ class FusedAdamW:
                 self.tables.clear()
             table = self.tables[key] = build_table(params, gradients, moments, table)
         correction = math.sqrt(1 - rates.beta2**rates.step)
-        numbers = (1 - rates.lr * rates.weight_decay, rates.beta1, rates.beta2)
+        numbers = (1 - rates.lr * rates.weight_decay, 1 - rates.beta1, rates.beta2, 1 - rates.beta2)
         numbers += (rates.lr * correction / (1 - rates.beta1**rates.step), rates.eps * correction)
         adamw_kernel[(table.tensor_of.numel(),)](
             table.addresses, table.sizes, table.tensor_of, table.first_of,

@@ -195,7 +195,9 @@ def run_chunks(
         if dweight is not None:
             add_product(dweight, chunk.t(), x[here], first == 0)
     del logits
-    sums = statistics[2:].sum(dim=1)
+    sums = (
+        statistics[2:].sum(dim=1, dtype=torch.float64).float()
+    )  # one number of each row: the sum's rounding alone shows
     return list(sums.unbind()), dx, None if dweight is None else dweight.to(weight.dtype)
 
 

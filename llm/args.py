@@ -191,7 +191,6 @@ class KernelsConfig:
     optimizer: bool | None = None  # AdamW in one launch, clipping folded in
     loss_chunk_mb: int = 256  # logits that the loss holds at a time
     stream: str | None = None  # dtype of the residual stream under autocast: bfloat16; null: the embedding's
-    overlap: bool = False  # in a captured graph, weight gradients on a stream beside the rest of backward
     cuda_graph: bool = False  # forward and backward of a micro-batch as one launch; one rank, dense models
 
     def __post_init__(self) -> None:

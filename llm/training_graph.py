@@ -56,7 +56,7 @@ class GraphedMicroBatch:
     def __init__(self, forward_loss: ForwardLoss, parameters: Iterable[Parameter], autocast_dtype: torch.dtype | None):
         self.forward_loss, self.autocast_dtype = forward_loss, autocast_dtype
         self.parameters = [param for param in parameters if param.requires_grad]
-        self.side = torch.cuda.Stream(priority=-1)  # before the weight gradients of kernels.overlap
+        self.side = torch.cuda.Stream()
         self.calls = 0
         self.batch: Batch | None = None  # the fixed inputs
         self.share: Tensor | None = None  # of the loss sum in the step's mean: 1 / num_targets

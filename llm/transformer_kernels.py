@@ -25,7 +25,6 @@ from llm.transformer import (
 )
 from llm.transformer_layers import Linear, SwiGlu
 from llm.transformer_linear import linear, project_side_by_side, project_together
-from llm.transformer_linear_side import SideStream
 
 OPERATIONS = ("embedding", "norm", "rope", "swiglu", "linear", "loss", "optimizer")
 
@@ -46,7 +45,6 @@ def check_kernels(kernels: KernelsConfig, device: torch.device) -> None:
 def apply_kernels(model: nn.Module, kernels: KernelsConfig, device: torch.device) -> nn.Module:
     """Swap the seams of every module that `kernels` names, in place; UserError where the kernels cannot run."""
     check_kernels(kernels, device)
-    side = SideStream() if kernels.overlap else None
     for module in model.modules():
         if isinstance(module, RmsNorm) and kernels.uses("norm"):
             module.normalise = fused_normalise
@@ -55,7 +53,7 @@ def apply_kernels(model: nn.Module, kernels: KernelsConfig, device: torch.device
         if isinstance(module, SwiGlu) and kernels.uses("swiglu"):
             module.activate = fused_activate
         if kernels.uses("linear"):
-            join_projections(module, side)
+            join_projections(module)
         if isinstance(module, Embedding) and kernels.uses("embedding"):
             module.lookup = fused_lookup
         if isinstance(module, Embedding) and kernels.stream is not None:
@@ -69,14 +67,14 @@ def apply_kernels(model: nn.Module, kernels: KernelsConfig, device: torch.device
     return model
 
 
-def join_projections(module: nn.Module, side: SideStream | None) -> None:
+def join_projections(module: nn.Module) -> None:
     """Projections of one input together; every other Linear of a block as a group of one."""
     if isinstance(module, MultiHeadAttention):
-        module.project = partial(project_together, side=side)
+        module.project = project_together
     if isinstance(module, SwiGlu):
-        module.project = partial(project_side_by_side, side=side)
+        module.project = project_side_by_side
     if isinstance(module, Linear) and module.matmul is F.linear:
-        module.matmul = partial(linear, side=side)
+        module.matmul = linear
 
 
 def make_loss(kernels: KernelsConfig, z_loss: float) -> CrossEntropyLoss | FusedCrossEntropyLoss:

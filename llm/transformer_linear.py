@@ -16,44 +16,42 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from llm.transformer_layers import Linear, project_each
-from llm.transformer_linear_side import SideStream
 
 
-def project_together(x: Tensor, layers: Sequence[Linear], side: SideStream | None = None) -> list[Tensor]:
+def project_together(x: Tensor, layers: Sequence[Linear]) -> list[Tensor]:
     """[layer(x) for layer in layers], x (..., in); layers whose matmul has been swapped are called as they are."""
-    return project(x, layers, False, side)
+    return project(x, layers, False)
 
 
-def project_side_by_side(x: Tensor, layers: Sequence[Linear], side: SideStream | None = None) -> list[Tensor]:
+def project_side_by_side(x: Tensor, layers: Sequence[Linear]) -> list[Tensor]:
     """The same; where weights must be cast, the outputs are the columns of one tensor."""
-    return project(x, layers, True, side)
+    return project(x, layers, True)
 
 
-def project(x: Tensor, layers: Sequence[Linear], beside: bool, side: SideStream | None) -> list[Tensor]:
+def project(x: Tensor, layers: Sequence[Linear], beside: bool) -> list[Tensor]:
     if torch.compiler.is_compiling() or not all(is_plain(layer.matmul) for layer in layers):
         return project_each(x, layers)
     weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-    return list(Projections.apply(x, beside, side, *weights, *biases))
+    return list(Projections.apply(x, beside, *weights, *biases))
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, side: SideStream | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """F.linear as a group of one: what Linear.matmul becomes."""
     if torch.compiler.is_compiling():
         return F.linear(x, weight, bias)
-    return Projections.apply(x, False, side, weight, bias)[0]
+    return Projections.apply(x, False, weight, bias)[0]
 
 
 def is_plain(matmul: Callable) -> bool:
     """Whether it is x weight^T + bias and no more: torch's or ours."""
-    return matmul is F.linear or getattr(matmul, "func", matmul) is linear
+    return matmul in (F.linear, linear)
 
 
 class Projections(torch.autograd.Function):
-    """x (..., in), outputs side by side or not, where dW may run, weights (out, in), as many biases (out,) or None."""
+    """x (..., in), outputs side by side or not, weights (out, in), biases (out,) or None -> outputs (..., out)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, beside: bool, side: SideStream | None, *parameters: Tensor | None):
-        ctx.side, ctx.parameters = side, parameters if side is not None else ()
+    def forward(ctx: Any, x: Tensor, beside: bool, *parameters: Tensor | None):
         count = len(parameters) // 2
         weights, biases = parameters[:count], parameters[count:]
         autocast = torch.is_autocast_enabled(x.device.type)
@@ -77,7 +75,7 @@ class Projections(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor):
         rows, *matrices = ctx.saved_tensors
         flat = [as_rows(gradient) for gradient in gradients]  # (N, out)
-        needed, count = ctx.needs_input_grad[3:], len(flat)
+        needed, count = ctx.needs_input_grad[2:], len(flat)
         dbiases = [
             gradient.sum(0, dtype=kind) if need else None
             for gradient, kind, need in zip(flat, ctx.kinds[count:], needed[count:], strict=True)
@@ -93,19 +91,15 @@ class Projections(torch.autograd.Function):
             for gradient, matrix in zip(flat[1:], matrices[1:], strict=True):
                 dx.addmm_(gradient, matrix)
             dx = dx.view(ctx.shape).to(ctx.dtype)
-        parts = flat if together is None or all(needed[:count]) else together.split(ctx.sizes, dim=-1)
-
-        def make_dweights() -> list[Tensor | None]:
-            if together is not None and parts is flat:
-                return list(product(together.t(), rows, ctx.kinds[0]).split(ctx.sizes))
-            wanted = zip(parts, ctx.kinds[:count], needed[:count], strict=True)
-            return [product(gradient.t(), rows, kind) if need else None for gradient, kind, need in wanted]
-
-        if ctx.side is not None and ctx.side.runs(ctx.parameters):
-            dweights = ctx.side.run(make_dweights, [rows, *flat])
+        if together is not None and all(needed[:count]):
+            dweights = product(together.t(), rows, ctx.kinds[0]).split(ctx.sizes)
         else:
-            dweights = make_dweights()
-        return dx, None, None, *dweights, *dbiases
+            parts = flat if together is None else together.split(ctx.sizes, dim=-1)
+            dweights = [
+                product(gradient.t(), rows, kind) if need else None
+                for gradient, kind, need in zip(parts, ctx.kinds[:count], needed[:count], strict=True)
+            ]
+        return dx, None, *dweights, *dbiases
 
 
 def cast_side_by_side(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

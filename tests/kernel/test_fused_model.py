@@ -297,28 +297,3 @@ def test_learning_a_step_late_that_it_was_skipped_changes_nothing(graph):
     assert results[1][0] == pytest.approx(results[0][0], rel=10 * FP32_FORWARD)
     for a, b in zip(results[1][1], results[0][1], strict=True):
         assert relative_error(a, b.double()) < 1e3 * FP32_GRADIENT
-
-
-@pytest.mark.gpu
-def test_weight_gradients_beside_the_rest_are_the_same():
-    """kernels.overlap in a captured graph, replayed on changing batches: a race would show sooner or later.
-
-    Not bit for bit, since attention may add dQ by atomics.
-    """
-    shape = dict(d_model=512, num_heads=8, num_kv_heads=4, head_dim=64, d_ff=1024, num_layers=3, max_seq_len=512)
-    items = [batch for batch in batches(12, T=500) if batch.doc_ids is None]
-    gradients = []
-    for overlap in (False, True):
-        kernels = replace(FUSED, overlap=overlap)
-        model = make(kernels, attention="triton", **shape)
-        forward_loss = make_forward_loss(model, make_loss(kernels, 0.0), "none")
-        micro_batch = GraphedMicroBatch(forward_loss, model.parameters(), torch.bfloat16)
-        found = []
-        for index in range(40):
-            micro_batch(items[index % len(items)], 100)
-            found.append([param.grad.clone() for param in model.parameters()])
-            model.zero_grad(set_to_none=True)
-        assert micro_batch.first is not None
-        gradients.append(found)
-    for index, (mine, plain) in enumerate(zip(*gradients, strict=True)):
-        assert all(relative_error(a, b.double()) < BF16_ROUNDING for a, b in zip(mine, plain, strict=True)), index
