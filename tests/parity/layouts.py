@@ -43,7 +43,7 @@ def parse_layout(text: str) -> Layout:
 
 
 def parse_value(name: str, value: str) -> Any:
-    if name in ("ddp_mode", "reduce_dtype", "activation_checkpointing", "cp_mode"):
+    if name in ("ddp_mode", "reduce_dtype", "activation_checkpointing", "cp_mode", "pp_schedule"):
         return value
     if name in ("force", "reduce_each_micro_batch", "sequence_parallel", "cp_pad"):
         return value == "true"
@@ -70,6 +70,7 @@ DEFAULT_GRID = layouts(
     "dp=2,zero=3,activation_checkpointing=full", "dp=1,zero=3,force=true",
     "tp=2", "tp=2,sequence_parallel=false", "tp=4", "tp=2,tp_chunks=2", "dp=2,tp=2", "dp=2,tp=2,zero=1",
     "dp=2,tp=2,zero=3",
+    "cp=2", "cp=3", "cp=2,zero=3", "dp=2,cp=2,cp_mode=all_gather", "cp=4,cp_mode=ulysses", "cp=2,tp=2,zero=1",
 )  # fmt: skip
 SLOW_GRID = layouts(
     "dp=4", "dp=8", "dp=4,ddp_mode=naive", "dp=2,bucket_mb=25", "dp=2,first_bucket_mb=0.0001,bucket_mb=0.0001",
@@ -80,4 +81,8 @@ SLOW_GRID = layouts(
     "tp=4,sequence_parallel=false", "dp=2,tp=4", "dp=4,tp=2,dp_shard=2,zero=3", "tp=2,zero=1", "dp=2,tp=2,zero=2",
     "tp=2,activation_checkpointing=full", "tp=2,activation_checkpointing=selective", "dp=2,tp=4,zero=1",
     "tp=4,tp_chunks=2", "tp=2,tp_chunks=4,activation_checkpointing=full", "dp=2,tp=2,tp_chunks=2,zero=3",
+    "cp=4", "cp=8", "dp=2,cp=2", "cp=2,zero=1", "dp=2,cp=2,zero=2", "dp=2,cp=4,dp_shard=1,zero=3",
+    "dp=2,cp=2,tp=2,zero=3", "cp=2,activation_checkpointing=full", "cp=2,activation_checkpointing=selective", "cp=2,tp=4",
+    "cp=4,tp=2", "cp=2,cp_mode=ulysses", "cp=2,tp=2,cp_mode=ulysses", "cp=3,cp_mode=all_gather", "cp=4,cp_mode=all_gather,zero=3",
+    "cp=2,cp_mode=all_gather,activation_checkpointing=full", "cp=2,cp_mode=ulysses,activation_checkpointing=full",
 )  # fmt: skip
