@@ -78,10 +78,12 @@ def check_one_batch(kernels: KernelsConfig, variant: str, attention: str, packed
         assert relative_error(a.grad, b.grad.double()) < 10 * FP32_GRADIENT, name
 
 
-def take_steps(kernels: KernelsConfig, compile_mode="none", dtype=None, **changes) -> tuple[list[float], Transformer]:
+def take_steps(
+    kernels: KernelsConfig, compile_mode="none", dtype=None, lr=1e-2, **changes
+) -> tuple[list[float], Transformer]:
     """The losses of ten steps with clipping, and the model after them."""
     model = make(kernels, **changes)
-    optimizer = build_optimizer(model.named_parameters(), OptimizerConfig(lr=1e-2), kernels.uses("optimizer"))
+    optimizer = build_optimizer(model.named_parameters(), OptimizerConfig(lr=lr), kernels.uses("optimizer"))
     losses = []
     for batch in batches(STEPS):
         loss = loss_of(model, kernels, batch, compile_mode, dtype)
@@ -143,11 +145,14 @@ def test_every_combination_takes_the_same_ten_steps(attention, compile_mode, fus
 @pytest.mark.parametrize("attention", ["sdpa", "triton"])
 @pytest.mark.parametrize("compile_mode", ["none", "model"])
 def test_bfloat16_steps_agree_with_float32(attention, compile_mode):
-    """Fused bfloat16 strays from float32 no further than plain bfloat16 does, twice over, and both very little."""
-    exact, _ = take_steps(KernelsConfig())
+    """Fused bfloat16 strays from float32 no further than plain bfloat16 does, twice over, and both very little.
+
+    At a rate of 1e-2 these steps are chaotic: there plain bfloat16 is 5% away from float32 after ten of them.
+    """
+    exact, _ = take_steps(KernelsConfig(), lr=1e-3)
     torch.compiler.reset()
-    plain, _ = take_steps(KernelsConfig(), dtype=torch.bfloat16)
-    found, _ = take_steps(FUSED, compile_mode, torch.bfloat16, attention=attention)
+    plain, _ = take_steps(KernelsConfig(), dtype=torch.bfloat16, lr=1e-3)
+    found, _ = take_steps(FUSED, compile_mode, torch.bfloat16, lr=1e-3, attention=attention)
     distances = [max(abs(a - b) / b for a, b in zip(x, exact, strict=True)) for x in (found, plain)]
     assert distances[0] < max(2 * distances[1], BF16_ROUNDING)
 
