@@ -82,7 +82,8 @@ SLOW_GRID = layouts(
     "tp=2,activation_checkpointing=full", "tp=2,activation_checkpointing=selective", "dp=2,tp=4,zero=1",
     "tp=4,tp_chunks=2", "tp=2,tp_chunks=4,activation_checkpointing=full", "dp=2,tp=2,tp_chunks=2,zero=3",
     "cp=4", "cp=8", "dp=2,cp=2", "cp=2,zero=1", "dp=2,cp=2,zero=2", "dp=2,cp=4,dp_shard=1,zero=3",
-    "dp=2,cp=2,tp=2,zero=3", "cp=2,activation_checkpointing=full", "cp=2,activation_checkpointing=selective", "cp=2,tp=4",
-    "cp=4,tp=2", "cp=2,cp_mode=ulysses", "cp=2,tp=2,cp_mode=ulysses", "cp=3,cp_mode=all_gather", "cp=4,cp_mode=all_gather,zero=3",
-    "cp=2,cp_mode=all_gather,activation_checkpointing=full", "cp=2,cp_mode=ulysses,activation_checkpointing=full",
+    "dp=2,cp=2,tp=2,zero=3", "cp=2,activation_checkpointing=full", "cp=2,activation_checkpointing=selective",
+    "cp=2,tp=4", "cp=4,tp=2", "cp=2,cp_mode=ulysses", "cp=2,tp=2,cp_mode=ulysses", "cp=3,cp_mode=all_gather",
+    "cp=4,cp_mode=all_gather,zero=3", "cp=2,cp_mode=all_gather,activation_checkpointing=full",
+    "cp=2,cp_mode=ulysses,activation_checkpointing=full",
 )  # fmt: skip
