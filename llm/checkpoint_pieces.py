@@ -43,7 +43,7 @@ class Held:
         """Everything to be saved: parameters, persistent buffers, and the optimizer's state as it stands."""
         yield from self.model
         for piece in self.updated:
-            for key, value in self.state.get(piece.local, {}).items():
+            for key, value in sorted(self.state.get(piece.local, {}).items()):  # in one order on all ranks
                 name = state_name(piece.name, key)
                 saved = scalar(name, value, piece) if value.ndim == 0 else piece.of(name, value)
                 if saved is not None:

@@ -13,12 +13,13 @@ import torch
 from configs.errors import UserError
 from llm.args import ParallelConfig
 from llm.checkpoint import load_checkpoint, restore, save_checkpoint
-from llm.checkpoint_pieces import held_pieces
+from llm.checkpoint_pieces import Held, held_pieces
 from llm.loss import CrossEntropyLoss
 from llm.parallelize import make_forward_loss, parallelize
 from llm.training_step import TrainingStep, rows_of_rank
 from parallel.mesh import Mesh
 from parallel.sharded_checkpoint_manifest import find_checkpoint
+from parallel.sharded_checkpoint_pieces import whole
 from tests.parallel.pool import pool_of
 from tests.parity.cases import ADAMW64, MUON, ROWS, SGD64, Case, global_batch, make_model, micro_batches_of
 from tests.parity.layouts import Layout, parse_layout
@@ -175,3 +176,12 @@ def test_another_optimizer_is_refused_on_every_rank_in_the_same_words(tmp_path, 
     assert len(set(results)) == 1, results
     message, unchanged, states = results[0]
     assert "does not fit the optimizer" in message and unchanged and states == 0
+
+
+def test_a_state_is_saved_in_one_order_however_it_was_made():
+    """A restored state is made in the order of a set of names, which differs between processes."""
+    param = torch.nn.Parameter(torch.zeros(2))
+    states = [dict.fromkeys(names, torch.zeros(2)) for names in (("exp_avg", "exp_avg_sq"), ("exp_avg_sq", "exp_avg"))]
+    held = [Held([], [whole("weight", param)], {"weight": "adamw"}, {param: state}) for state in states]
+    one, other = ([piece.name for piece in each.pieces()] for each in held)
+    assert one == other == ["optimizer/weight/exp_avg", "optimizer/weight/exp_avg_sq"]
