@@ -12,6 +12,7 @@ from llm.schedule import ScheduleConfig
 from parallel.activation_checkpointing import MODES as CHECKPOINTING
 from parallel.context_parallel_layout import MODES as CONTEXT_MODES
 from parallel.mesh_degrees import Degrees
+from parallel.pipeline_schedules import SCHEDULES
 
 ATTENTION_BACKENDS = ("sdpa", "eager", "mock", "triton")
 
@@ -136,6 +137,8 @@ class ParallelConfig:
     tp_chunks: int = 1  # tokens cross a tp rank's layers in so many pieces, transfers beside products (async TP)
     sequence_parallel: bool = True  # between a tp rank's layers the tokens are cut over the ranks, not held by all
     pp: int = 1
+    pp_schedule: str = "1f1b"  # or gpipe, interleaved, zero_bubble (docs/pipeline_parallel.md)
+    pp_chunks: int = 1  # stages on each pp rank; 2 or more with interleaved
     cp: int = 1
     cp_mode: str = "ring"  # attention over cp ranks: keys in a ring, or "all_gather" (of keys), or "ulysses" (heads)
     cp_pad: bool = True  # pad sequences that do not divide over cp; false refuses them
@@ -154,6 +157,8 @@ class ParallelConfig:
         check_positive(**{f"parallel.{name}": getattr(self, name) for name in ("bucket_mb", "first_bucket_mb")})
         check_positive(**{"parallel.timeout_s": self.timeout_s, "parallel.tp_chunks": self.tp_chunks})
         check_choice("parallel.ddp_mode", self.ddp_mode, ("bucketed", "naive"))
+        check_choice("parallel.pp_schedule", self.pp_schedule, SCHEDULES)
+        check_positive(**{"parallel.pp_chunks": self.pp_chunks})
         check_choice("parallel.cp_mode", self.cp_mode, CONTEXT_MODES)
         check_choice("parallel.activation_checkpointing", self.activation_checkpointing, CHECKPOINTING)
         if self.zero not in (0, 1, 2, 3):

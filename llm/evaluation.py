@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from llm.loss import IGNORE_INDEX, token_losses
 from llm.parallelize_context import ContextShards
+from llm.parallelize_pipeline import Pipeline
 from llm.transformer_context import make_context
 
 NUM_BUCKETS = 16
@@ -126,6 +127,13 @@ def evaluate_sums(
         with torch.autocast(device.type, autocast_dtype, enabled=autocast_dtype is not None):
             logits = model(batch.token_ids, ctx)  # (B, T, V)
         sums.add(token_losses(logits, batch.targets), batch.targets, columns)
+    return sums
+
+
+def evaluate_stages(pipeline: Pipeline, batches: Iterable[Batch], seq_len: int, device: torch.device) -> EvaluationSums:
+    """The same through a pipeline's stages: the rank with the last one has the sums, the others zeros."""
+    sums = EvaluationSums(seq_len, device)
+    pipeline.evaluate(list(batches), lambda logits, batch: sums.add(token_losses(logits, batch.targets), batch.targets))
     return sums
 
 

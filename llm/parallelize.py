@@ -20,6 +20,7 @@ from llm.loss import CrossEntropyLoss, FusedCrossEntropyLoss, LossSums
 from llm.loss_vocab import vocab_head
 from llm.optimizer import build_optimizer
 from llm.parallelize_context import ContextShards, apply_context
+from llm.parallelize_pipeline import Pipeline, apply_pipeline, pipeline_strategy
 from llm.parallelize_strategy import Strategy
 from llm.parallelize_tensor import apply_tensor, fill_parts, tensor_strategy
 from llm.transformer_context import make_context
@@ -33,7 +34,7 @@ from parallel.mesh import Mesh
 from parallel.sharded_optimizer import Zero1, Zero1Settings
 from parallel.tensor_parallel import TensorLayout
 
-ForwardLoss = Callable[[Batch], LossSums]
+ForwardLoss = Callable[..., LossSums]  # of a Batch; on a pipeline's last stage of its input states too
 
 
 def can_compile(device: torch.device) -> bool:
@@ -62,21 +63,30 @@ def make_forward_loss(
 ) -> ForwardLoss:
     """The function from a batch to its loss sums, compiled as a whole for mode "model".
 
-    With `shards` (Parallelized.shards) it takes what they have cut.
+    With `shards` (Parallelized.shards) it takes what they have cut. A pipeline's last stage, whose model has no
+    embedding, takes the states (B, T, C) of the stage before as a second argument.
     """
     context_of = make_context if shards is None else shards.make_context
 
-    def logits_and_loss(token_ids: Tensor, targets: Tensor, positions: Tensor | None, doc_ids: Tensor | None):
+    def logits_and_loss(
+        token_ids: Tensor, targets: Tensor, positions: Tensor | None, doc_ids: Tensor | None, x: Tensor | None
+    ) -> LossSums:
         ctx = context_of(token_ids, positions, doc_ids)
+        ctx.token_ids = token_ids
+        x = token_ids if x is None else x
         head = vocab_head(model, loss, targets)
         if head is not None:
-            return model(token_ids, ctx, head=head)
+            return model(x, ctx, head=head)
         if isinstance(loss, FusedCrossEntropyLoss):
-            return model(token_ids, ctx, head=lambda states, output: loss(states, output, targets))
-        return loss(model(token_ids, ctx), targets)
+            return model(x, ctx, head=lambda states, output: loss(states, output, targets))
+        return loss(model(x, ctx), targets)
 
     compiled = torch.compile(logits_and_loss) if compile_mode == "model" else logits_and_loss
-    return lambda batch: compiled(batch.token_ids, batch.targets, batch.token_positions, batch.doc_ids)
+
+    def forward_loss(batch: Batch, states: Tensor | None = None) -> LossSums:
+        return compiled(batch.token_ids, batch.targets, batch.token_positions, batch.doc_ids, states)
+
+    return forward_loss
 
 
 @dataclass
@@ -88,6 +98,12 @@ class Parallelized:
     strategy: Strategy
     compile: str  # the mode in force
     shards: ContextShards | None = None  # under context parallelism: cuts batches, makes their contexts
+    pipeline: Pipeline | None = None  # under pipeline parallelism: runs the stages
+
+    @property
+    def head_model(self) -> nn.Module:
+        """What make_forward_loss takes: the model, or a pipeline's last stage."""
+        return self.model if self.pipeline is None else self.pipeline.head_model
 
 
 def parallelize(model: nn.Module, config: TrainConfig, mesh: Mesh) -> Parallelized:
@@ -97,6 +113,7 @@ def parallelize(model: nn.Module, config: TrainConfig, mesh: Mesh) -> Paralleliz
     """
     refuse_unknown(config.parallel)
     apply_kernels(model, config.kernels, mesh.device)
+    stages = apply_pipeline(model, config, mesh)
     tensor_layout = apply_tensor(model, config, mesh)
     shards = apply_context(model, config, mesh)
     for block in model.blocks.values():
@@ -104,15 +121,17 @@ def parallelize(model: nn.Module, config: TrainConfig, mesh: Mesh) -> Paralleliz
     compile_mode = apply_compile(model, config.compile, mesh.device)
     strategy = apply_data_strategy(model, config, mesh, tensor_layout)
     strategy = tensor_strategy(strategy, model, tensor_layout)
+    strategy = pipeline_strategy(strategy, stages)
     fused = config.kernels.uses("optimizer")
     optimizer = strategy.shard_optimizer(build_optimizer(model.named_parameters(), config.optimizer, fused))
-    return Parallelized(model, optimizer, strategy, compile_mode, shards)
+    autocast_dtype = torch.bfloat16 if config.dtype == "bfloat16" else None
+    pipeline = None if stages is None else Pipeline(stages, strategy, autocast_dtype)
+    return Parallelized(model, optimizer, strategy, compile_mode, shards, pipeline)
 
 
 def refuse_unknown(config: ParallelConfig) -> None:
-    for name in ("pp", "ep"):
-        if getattr(config, name) > 1:
-            raise UserError(f"parallel.{name}={getattr(config, name)} is not implemented yet; use parallel.{name}=1")
+    if config.ep > 1:
+        raise UserError(f"parallel.ep={config.ep} is not implemented yet; use parallel.ep=1")
 
 
 def apply_data_strategy(

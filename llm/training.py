@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from configs.loader import CONFIG_DIR, register_schema, run_script
 from llm.args import TrainConfig
-from llm.evaluation import Evaluation, evaluate_sums
+from llm.evaluation import Evaluation, evaluate_stages, evaluate_sums
 from llm.training_communication import OTHER
 from llm.training_measure import FirstSteps, log_step, predict
 from llm.training_output import TrainingProgress, print_finish, print_start, write_sample
@@ -77,10 +77,15 @@ def validate(trainer: Trainer) -> Evaluation:
     with trainer.off_the_clock():
         batches = trainer.validation.batches(config.micro_batch_size, mesh.rank_in("dp"), mesh.size("dp"))
         trainer.model.eval()
-        shards = trainer.training_step.shards
-        sums = evaluate_sums(trainer.model, batches, config.data.seq_len, mesh.device, trainer.autocast_dtype, shards)
+        shards, pipeline = trainer.training_step.shards, trainer.training_step.pipeline
+        seq_len, device = config.data.seq_len, mesh.device
+        if pipeline is not None:
+            sums = evaluate_stages(pipeline, batches, seq_len, device)
+        else:
+            sums = evaluate_sums(trainer.model, batches, seq_len, device, trainer.autocast_dtype, shards)
         trainer.model.train()
-        all_reduce_sum(sums.tensor, mesh, "dp_cp")
+        for axis in ("dp_cp", "pp"):  # of a pipeline the last stage has them
+            all_reduce_sum(sums.tensor, mesh, axis)
         result = sums.result(trainer.validation.bytes_per_token)
         trainer.record.validation(trainer.step, result)
     return result

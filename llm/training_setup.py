@@ -147,7 +147,7 @@ def set_up(config: TrainConfig, mesh: Mesh) -> Trainer:
     parts = build_model(config, mesh)
     config.compile = parts.compile
     loss = make_loss(config.kernels, config.z_loss)
-    forward_loss = make_forward_loss(parts.model, loss, config.compile, parts.shards)
+    forward_loss = make_forward_loss(parts.head_model, loss, config.compile, parts.shards)
     run_dir = RunDir(f"{config.runs_dir}/{config.name}")
     trainer = Trainer(
         config=config,

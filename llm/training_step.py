@@ -48,6 +48,7 @@ class StepResult:
     def mean_losses(self, mesh: Mesh) -> tuple[float, float]:
         """Loss and z-loss of the global batch, nats a target token; called by all ranks."""
         sums = all_reduce_sum(torch.stack((self.loss_sum, self.z_loss_sum)), mesh, "dp_cp")
+        sums = all_reduce_sum(sums, mesh, "pp")  # the last stage has them, the others zeros
         loss, z_loss = (sums / max(self.num_targets, 1)).tolist()
         return loss, z_loss
 
@@ -60,6 +61,7 @@ class TrainingStep:
         self.strategy, self.optimizer = parallelized.strategy, parallelized.optimizer
         self.forward_loss = forward_loss
         self.shards = parallelized.shards  # cut each batch to this rank's tokens, or None
+        self.pipeline = parallelized.pipeline  # runs the stages of a model that is cut by layers, or None
         self.autocast_dtype = torch.bfloat16 if config.dtype == "bfloat16" else None
         self.graphed: GraphedMicroBatch | None = None
         if config.kernels.cuda_graph:
@@ -126,6 +128,9 @@ class TrainingStep:
 
     def accumulate_gradients(self, micro_batches: list[Batch], num_targets: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Forward and backward of each micro-batch; gradients add up to this rank's share of the global mean."""
+        if self.pipeline is not None:
+            with self.phase("pipeline"):
+                return self.pipeline.accumulate_gradients(micro_batches, num_targets, self.forward_loss)
         device = self.mesh.device
         loss_sum, z_loss_sum = torch.zeros(2, device=device).unbind()
         for index, batch in enumerate(micro_batches):

@@ -25,6 +25,7 @@ class BlockContext:
         (B or 1, T, 1, D) float32. The model fills these in for its backend, once for all blocks.
     share: under context parallelism what attention needs to reach the other ranks' tokens (llm/parallelize_context);
         the masks are then in it.
+    token_ids: (B, T) int64, for pipeline stages, which get states in their place.
     """
 
     token_positions: Tensor
@@ -38,6 +39,7 @@ class BlockContext:
     ranges: Any = None  # kernel.flash_attention_ranges.KeyRanges
     rope: tuple[Tensor, Tensor] | None = None
     share: Any = None
+    token_ids: Tensor | None = None
 
 
 def document_starts(doc_ids: Tensor) -> Tensor:

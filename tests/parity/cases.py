@@ -38,12 +38,16 @@ class ParityModel(Transformer):
         self.blocks["0"].attention.o_proj.bias = nn.Parameter(torch.empty(config.d_model))
 
     def hidden_states(self, x: Tensor, ctx: BlockContext | None = None) -> Tensor:
+        states = super().hidden_states(x, ctx)
+        if self.norm is None:  # a pipeline stage before the last
+            return states
+        ids = x if self.embedding is not None else ctx.token_ids
         gain = self.single  # (1,), or (B, T, 1) where one of the two tokens is there
         for token, param in ((FIRST_ROW_TOKEN, self.only_first_row), (LAST_ROW_TOKEN, self.only_last_row)):
-            here = x == token  # (B, T): a rank may hold some of a row's tokens only
+            here = ids == token  # (B, T): a rank may hold some of a row's tokens only
             if bool(here.any()):
                 gain = gain + here[..., None] * (0.1 * param.sum())
-        return super().hidden_states(x, ctx) * gain
+        return states * gain
 
 
 @dataclass(frozen=True)

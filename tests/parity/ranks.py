@@ -55,7 +55,7 @@ def train_case(mesh: Mesh, case: Case, parallel: ParallelConfig, accumulation: i
     config = case.train_config(parallel)
     parts = parallelize(make_model(case, mesh.device), config, mesh)
     step = TrainingStep(
-        config, mesh, parts, make_forward_loss(parts.model, CrossEntropyLoss(), parts.compile, parts.shards)
+        config, mesh, parts, make_forward_loss(parts.head_model, CrossEntropyLoss(), parts.compile, parts.shards)
     )
     seen = keep_first_gradients(parts.strategy)
     result, comm = Result({}, [], [], {}), []

@@ -1,0 +1,149 @@
+"""Pipeline parallelism: each rank of the axis runs its stages of the model, after the table of a schedule.
+
+`PipelineRunner` takes a rank's program (pipeline_schedules_program) and does what it says: receive, run a stage forward
+or backward, send on. Sends and receives are started in the program's order and waited for where their tensor is
+needed, so they run beside the stages. It knows nothing of the model: a stage is a function from its input and a
+micro-batch to its output, a boundary is an empty tensor of the right shape.
+
+Gradients add up in the parameters as on one device. Everything that is done with them over other axes is done after
+the last backward pass of the step.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel.collectives import exchange
+from parallel.collectives_pending import Pending
+from parallel.mesh import Mesh
+from parallel.pipeline_parallel_backward import DeferredGradients
+from parallel.pipeline_schedules import FORWARD, INPUT, WEIGHT, Operation
+from parallel.pipeline_schedules_program import Exchange, Message, cached_program
+
+# From a stage's input, None on the first stage, and a micro-batch: on the last stage a scalar to be differentiated,
+# already divided, and whatever the caller wants to have of it; on others the output and None.
+StageFunction = Callable[[Tensor | None, Any], tuple[Tensor, Any]]
+
+
+@dataclass(frozen=True)
+class PipelineSettings:
+    """Which schedule runs over which axis."""
+
+    schedule: str = "1f1b"
+    chunks: int = 1
+    axis: str = "pp"
+
+
+@dataclass
+class Passes:
+    """What one step holds on to between its operations."""
+
+    inputs: dict[tuple[int, int], Tensor | None] = field(default_factory=dict)  # by stage and micro-batch
+    outputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # of inputs, to be sent
+    arriving: dict[Message, tuple[Pending, Tensor]] = field(default_factory=dict)
+    started: list[Pending] = field(default_factory=list)
+    results: dict[int, Any] = field(default_factory=dict)  # of the last stage, by micro-batch
+
+
+class PipelineRunner:
+    """Runs the stages of this rank, `stages` by their number; `boundary(batch)` is what crosses, empty."""
+
+    def __init__(
+        self,
+        stages: dict[int, StageFunction],
+        boundary: Callable[[Any], Tensor],
+        mesh: Mesh,
+        settings: PipelineSettings,
+        deferred: DeferredGradients | None = None,
+    ):
+        self.stages, self.boundary, self.mesh, self.settings, self.deferred = stages, boundary, mesh, settings, deferred
+        self.ranks, self.rank = mesh.size(settings.axis), mesh.rank_in(settings.axis)
+        self.num_stages = self.ranks * settings.chunks
+
+    def run(self, micro_batches: list[Any]) -> list[Any]:
+        """Forward and backward of all micro-batches, one or more; the last stage's results in their order, else []."""
+        settings = self.settings
+        program = cached_program(settings.schedule, self.ranks, len(micro_batches), settings.chunks, self.rank)
+        passes = Passes()
+        for step in program:
+            if isinstance(step, Exchange):
+                self.start_exchange(step, micro_batches, passes)
+            elif step.kind == FORWARD:
+                self.forward(step, micro_batches[step.micro_batch], passes)
+            elif step.kind == WEIGHT:
+                self.deferred.run((step.stage, step.micro_batch))
+            else:
+                self.backward(step, passes)
+        for pending in passes.started:
+            pending.wait()
+        return [passes.results[index] for index in sorted(passes.results)]
+
+    @torch.no_grad()
+    def run_forward(self, micro_batches: list[Any]) -> list[Any]:
+        """Forward alone, a micro-batch after the other; the last stage's results, else []."""
+        passes = Passes()
+        for index, batch in enumerate(micro_batches):
+            for stage in range(self.num_stages):
+                if stage in self.stages:
+                    self.forward(Operation(FORWARD, stage, index), batch, passes)
+                message = Message(stage, stage + 1, index)
+                sends = (message,) if stage in self.stages else ()
+                receives = (message,) if stage + 1 in self.stages else ()
+                if stage + 1 < self.num_stages and (sends or receives):
+                    self.start_exchange(Exchange(sends, receives), {index: batch}, passes)
+            passes.inputs.clear()
+            passes.outputs.clear()
+        for pending in passes.started:
+            pending.wait()
+        return [passes.results[index] for index in sorted(passes.results)]
+
+    def start_exchange(self, step: Exchange, micro_batches: Any, passes: Passes) -> None:
+        """Post sends and receives at once."""
+        sends, receives = [], []
+        for message in step.sends:
+            key = (message.source, message.micro_batch)
+            is_forward = message.target > message.source
+            tensor = passes.outputs[key].detach() if is_forward else passes.gradients.pop(key)
+            sends.append((tensor.contiguous(), message.target % self.ranks))
+        for message in step.receives:
+            receives.append((self.boundary(micro_batches[message.micro_batch]), message.source % self.ranks))
+        pending = exchange(sends, receives, self.mesh, self.settings.axis)
+        passes.started = [earlier for earlier in passes.started if not earlier.is_done]
+        passes.started.append(pending)
+        for message, (tensor, _) in zip(step.receives, receives, strict=True):
+            passes.arriving[message] = (pending, tensor)
+
+    @staticmethod
+    def receive(message: Message, passes: Passes) -> Tensor:
+        pending, tensor = passes.arriving.pop(message)
+        pending.wait()
+        return tensor
+
+    def forward(self, op: Operation, batch: Any, passes: Passes) -> None:
+        key = (op.stage, op.micro_batch)
+        x = None
+        if op.stage > 0:
+            x = self.receive(Message(op.stage - 1, op.stage, op.micro_batch), passes)
+            x.requires_grad_(torch.is_grad_enabled())
+        output, result = self.stages[op.stage](x, batch)
+        if op.stage == self.num_stages - 1:
+            passes.results[op.micro_batch] = result
+        passes.inputs[key], passes.outputs[key] = x, output
+
+    def backward(self, op: Operation, passes: Passes) -> None:
+        """B or I: gradients of the stage's parameters add up, but for those that I leaves to W; its input's is kept."""
+        key = (op.stage, op.micro_batch)
+        x, output = passes.inputs.pop(key), passes.outputs.pop(key)
+        gradient = None
+        if op.stage < self.num_stages - 1:
+            gradient = self.receive(Message(op.stage + 1, op.stage, op.micro_batch), passes)
+        if op.kind == INPUT:
+            self.deferred.begin(key)
+        if output.requires_grad:  # not so before the first trainable parameter
+            torch.autograd.backward(output, gradient)
+        if x is not None:
+            passes.gradients[key] = x.grad

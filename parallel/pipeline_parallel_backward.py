@@ -1,0 +1,69 @@
+"""Backward in two parts (Qi et al. 2024): a linear layer's input gradient now, its weight gradient when asked for.
+
+`DeferredGradients.matmul` goes where a Linear keeps its matrix product. In backward it gives the input's gradient and
+puts aside what the weight's needs; `run` makes those of one stage and micro-batch. They reach the parameter through
+autograd, so hooks on it fire as ever. Biases and other parameters get their gradients at once: they cost little.
+"""
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+Kept = list[tuple[Tensor, Tensor, Tensor]]  # weight, rows (N, in), gradients (N, out)
+
+
+class DeferredGradients:
+    """Weight gradients that wait, by the key that `begin` was called with before the backward pass."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[Hashable, Kept] = {}
+        self.current: Kept | None = None
+
+    def begin(self, key: Hashable) -> None:
+        """What the next backward pass leaves to do belongs to `key`."""
+        self.current = self.waiting[key] = []
+
+    def matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x weight^T + bias: (..., in) -> (..., out), as F.linear, under autocast in its dtype."""
+        if not weight.requires_grad:
+            return F.linear(x, weight, bias)
+        device = x.device.type
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
+        return DeferredLinear.apply(x, weight, bias, self)
+
+    @torch.no_grad()
+    def run(self, key: Hashable) -> None:
+        """Add the weight gradients that `key` left; parameters get them in the order of its backward pass."""
+        for weight, rows, gradients in self.waiting.pop(key):
+            product = torch.mm(gradients.t(), rows).to(weight.dtype)  # (out, in)
+            with torch.enable_grad():
+                leaf = weight.view_as(weight)
+            torch.autograd.backward(leaf, product)
+
+
+class DeferredLinear(torch.autograd.Function):
+    """x (..., in) in the dtype of the product, weight (out, in), bias (out,) or None."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferred: DeferredGradients) -> Tensor:
+        matrix = weight.to(x.dtype)
+        ctx.save_for_backward(x, matrix)
+        ctx.weight, ctx.has_bias, ctx.deferred = weight, bias is not None, deferred
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x, matrix, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
+        x, matrix = ctx.saved_tensors
+        rows, flat = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])  # (N, in), (N, out)
+        assert ctx.deferred.current is not None, "a deferred weight gradient needs begin() before its backward pass"
+        ctx.deferred.current.append((ctx.weight, rows, flat))
+        dx = torch.mm(flat, matrix).view(x.shape) if ctx.needs_input_grad[0] else None
+        return dx, None, flat.sum(0) if ctx.has_bias else None, None
