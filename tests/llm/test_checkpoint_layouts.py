@@ -19,7 +19,7 @@ from llm.parallelize import make_forward_loss, parallelize
 from llm.training_step import TrainingStep, rows_of_rank
 from parallel.mesh import Mesh
 from parallel.sharded_checkpoint_manifest import find_checkpoint
-from parallel.sharded_checkpoint_pieces import whole
+from parallel.sharded_checkpoint_pieces import Piece
 from tests.parallel.pool import pool_of
 from tests.parity.cases import ADAMW64, MUON, ROWS, SGD64, Case, global_batch, make_model, micro_batches_of
 from tests.parity.layouts import Layout, parse_layout
@@ -182,6 +182,6 @@ def test_a_state_is_saved_in_one_order_however_it_was_made():
     """A restored state is made in the order of a set of names, which differs between processes."""
     param = torch.nn.Parameter(torch.zeros(2))
     states = [dict.fromkeys(names, torch.zeros(2)) for names in (("exp_avg", "exp_avg_sq"), ("exp_avg_sq", "exp_avg"))]
-    held = [Held([], [whole("weight", param)], {"weight": "adamw"}, {param: state}) for state in states]
+    held = [Held([], [Piece("weight", (2,), 0, param)], {"weight": "adamw"}, {param: state}) for state in states]
     one, other = ([piece.name for piece in each.pieces()] for each in held)
     assert one == other == ["optimizer/weight/exp_avg", "optimizer/weight/exp_avg_sq"]
