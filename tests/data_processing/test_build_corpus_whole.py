@@ -89,7 +89,10 @@ def test_workers_give_the_same_files_and_counts(raw, tmp_path):
 @pytest.mark.parametrize("verify", ["estimate", "none"])
 def test_other_comparisons_of_candidates(raw, tmp_path, verify):
     stats = build_corpus(configure(tmp_path / "c", *settings(raw, f"deduplicate_near.verify={verify}")))
-    assert 25 <= stats["stages"]["deduplicate_near"]["total"]["dropped"]["near_duplicate"] <= 30
+    found = stats["stages"]["deduplicate_near"]["total"]["dropped"]["near_duplicate"]
+    # The true similarity finds 30. Estimates of some of these lie below the threshold; without a comparison every pair
+    # that agrees in a band counts, whatever its similarity.
+    assert 25 <= found <= 30 if verify == "estimate" else 30 <= found <= 45
 
 
 @pytest.mark.slow
