@@ -23,7 +23,7 @@ from llm.transformer import Transformer
 from llm.transformer_context import make_context
 from llm.transformer_layers import Linear
 from parallel.mesh import Mesh
-from parallel.pipeline_parallel import PipelineRunner, PipelineSettings
+from parallel.pipeline_parallel import PipelineRunner, PipelineSettings, StageFunction
 from parallel.pipeline_parallel_backward import DeferredGradients
 from parallel.pipeline_parallel_stages import split_by_cost
 from parallel.pipeline_parallel_strategy import HeldBy, PipelineParallel, TiedTable
@@ -209,6 +209,7 @@ class Pipeline:
         self.autocast_dtype = autocast_dtype
         self.models = {stage: layout.stage_model(stage) for stage in layout.pieces}
         self.last_stage = layout.mesh.size("pp") * layout.settings.chunks - 1
+        self.runner = PipelineRunner(self.boundary, self.mesh, layout.settings, layout.deferred)
         self.warned = False
 
     @property
@@ -232,16 +233,15 @@ class Pipeline:
         with self.autocast():
             return self.models[stage](batch.token_ids if stage == 0 else x, ctx)
 
-    def runner(self, last: Callable[[Tensor | None, Batch], tuple[Tensor, Any]]) -> PipelineRunner:
-        layout = self.layout
+    def stages(self, last: StageFunction) -> dict[int, StageFunction]:
+        """What each stage of this rank runs; `last` the last one."""
 
-        def stage_function(stage: int) -> Callable:
+        def stage_function(stage: int) -> StageFunction:
             if stage == self.last_stage:
                 return last
             return lambda x, batch: (self.run_stage(stage, x, batch), None)
 
-        stages = {stage: stage_function(stage) for stage in layout.pieces}
-        return PipelineRunner(stages, self.boundary, self.mesh, layout.settings, layout.deferred)
+        return {stage: stage_function(stage) for stage in self.models}
 
     def accumulate_gradients(
         self, micro_batches: list[Batch], num_targets: int, forward_loss: Callable[[Batch, Tensor | None], LossSums]
@@ -261,7 +261,7 @@ class Pipeline:
             )  # fmt: skip
 
         device = self.mesh.device
-        results = self.runner(last).run([batch.to(device) for batch in micro_batches])
+        results = self.runner.run(self.stages(last), [batch.to(device) for batch in micro_batches])
         # In one dtype, whatever that of the losses: ranks without the last stage know none.
         loss_sum, z_loss_sum = torch.zeros(2, device=device, dtype=torch.float64).unbind()
         for loss, z_loss in results:
@@ -275,7 +275,7 @@ class Pipeline:
         def last(x: Tensor | None, batch: Batch) -> tuple[Tensor, Any]:
             return x, see(self.run_stage(self.last_stage, x, batch), batch)
 
-        self.runner(last).run_forward([batch.to(self.mesh.device) for batch in batches])
+        self.runner.run_forward(self.stages(last), [batch.to(self.mesh.device) for batch in batches])
 
     def warn_if_short(self, micro_batches: int) -> None:
         """Once: fewer micro-batches than stages leave ranks idle, and the schedule says for how long."""

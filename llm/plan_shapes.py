@@ -11,10 +11,12 @@ from torch import nn
 from llm.args import ModelConfig, ParallelConfig, TrainConfig
 from llm.optimizer import is_hidden_matrix
 from llm.plan_shapes_context import context_shape, tokens_of_rank
+from llm.plan_shapes_pipeline import pipeline_shape, rank_params
 from llm.plan_shapes_tensor import tensor_cuts, tensor_messages
 from llm.transformer import Transformer
 from parallel.cost_model_context import context_messages
 from parallel.cost_model_matrices import matrix_messages
+from parallel.cost_model_pipeline import pipeline_messages
 from parallel.cost_model_tensor import cut_params
 from parallel.cost_model_traffic import DataLayout, Message, Param, Traffic, step_messages, summed
 from parallel.mesh_degrees import Degrees
@@ -79,6 +81,10 @@ def rank_messages(
     bounds = [rows * index // micro_batches for index in range(micro_batches + 1)]
     counts = [tokens_of_rank(config, last - first) for first, last in pairwise(bounds)]
     activations: list[Message] = []
+    if degrees.pp > 1:
+        place_in_pipeline = next(ranks.index(rank) for ranks in degrees.groups("pp") if rank in ranks)
+        activations += pipeline_messages(pipeline_shape(params, config, counts), place_in_pipeline)
+        params = rank_params(params, config, place_in_pipeline)
     if degrees.cp > 1:
         activations += context_messages(context_shape(params, config), counts)
     if degrees.tp > 1:

@@ -20,8 +20,8 @@ from parallel.collectives import exchange
 from parallel.collectives_pending import Pending
 from parallel.mesh import Mesh
 from parallel.pipeline_parallel_backward import DeferredGradients
-from parallel.pipeline_schedules import FORWARD, INPUT, WEIGHT, Operation
-from parallel.pipeline_schedules_program import Exchange, Message, cached_program
+from parallel.pipeline_schedules import FORWARD, INPUT, WEIGHT, Operation, build_schedule
+from parallel.pipeline_schedules_program import Exchange, Message, Program, program_of
 
 # From a stage's input, None on the first stage, and a micro-batch: on the last stage a scalar to be differentiated,
 # already divided, and whatever the caller wants to have of it; on others the output and None.
@@ -41,6 +41,7 @@ class PipelineSettings:
 class Passes:
     """What one step holds on to between its operations."""
 
+    stages: dict[int, StageFunction]  # of this rank, by their number
     inputs: dict[tuple[int, int], Tensor | None] = field(default_factory=dict)  # by stage and micro-batch
     outputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # of inputs, to be sent
@@ -50,26 +51,31 @@ class Passes:
 
 
 class PipelineRunner:
-    """Runs the stages of this rank, `stages` by their number; `boundary(batch)` is what crosses, empty."""
+    """Runs the stages of this rank; `boundary(batch)` is what crosses between two of them, empty."""
 
     def __init__(
         self,
-        stages: dict[int, StageFunction],
         boundary: Callable[[Any], Tensor],
         mesh: Mesh,
         settings: PipelineSettings,
         deferred: DeferredGradients | None = None,
     ):
-        self.stages, self.boundary, self.mesh, self.settings, self.deferred = stages, boundary, mesh, settings, deferred
+        self.boundary, self.mesh, self.settings, self.deferred = boundary, mesh, settings, deferred
         self.ranks, self.rank = mesh.size(settings.axis), mesh.rank_in(settings.axis)
         self.num_stages = self.ranks * settings.chunks
+        self.programs: dict[int, Program] = {}  # by the number of micro-batches
 
-    def run(self, micro_batches: list[Any]) -> list[Any]:
+    def program(self, micro_batches: int) -> Program:
+        """What this rank does in a step; checked by the simulator when it is made."""
+        if micro_batches not in self.programs:
+            schedule = build_schedule(self.settings.schedule, self.ranks, micro_batches, self.settings.chunks)
+            self.programs[micro_batches] = program_of(schedule, self.rank)
+        return self.programs[micro_batches]
+
+    def run(self, stages: dict[int, StageFunction], micro_batches: list[Any]) -> list[Any]:
         """Forward and backward of all micro-batches, one or more; the last stage's results in their order, else []."""
-        settings = self.settings
-        program = cached_program(settings.schedule, self.ranks, len(micro_batches), settings.chunks, self.rank)
-        passes = Passes()
-        for step in program:
+        passes = Passes(stages)
+        for step in self.program(len(micro_batches)):
             if isinstance(step, Exchange):
                 self.start_exchange(step, micro_batches, passes)
             elif step.kind == FORWARD:
@@ -83,16 +89,16 @@ class PipelineRunner:
         return [passes.results[index] for index in sorted(passes.results)]
 
     @torch.no_grad()
-    def run_forward(self, micro_batches: list[Any]) -> list[Any]:
+    def run_forward(self, stages: dict[int, StageFunction], micro_batches: list[Any]) -> list[Any]:
         """Forward alone, a micro-batch after the other; the last stage's results, else []."""
-        passes = Passes()
+        passes = Passes(stages)
         for index, batch in enumerate(micro_batches):
             for stage in range(self.num_stages):
-                if stage in self.stages:
+                if stage in stages:
                     self.forward(Operation(FORWARD, stage, index), batch, passes)
                 message = Message(stage, stage + 1, index)
-                sends = (message,) if stage in self.stages else ()
-                receives = (message,) if stage + 1 in self.stages else ()
+                sends = (message,) if stage in stages else ()
+                receives = (message,) if stage + 1 in stages else ()
                 if stage + 1 < self.num_stages and (sends or receives):
                     self.start_exchange(Exchange(sends, receives), {index: batch}, passes)
             passes.inputs.clear()
@@ -129,7 +135,7 @@ class PipelineRunner:
         if op.stage > 0:
             x = self.receive(Message(op.stage - 1, op.stage, op.micro_batch), passes)
             x.requires_grad_(torch.is_grad_enabled())
-        output, result = self.stages[op.stage](x, batch)
+        output, result = passes.stages[op.stage](x, batch)
         if op.stage == self.num_stages - 1:
             passes.results[op.micro_batch] = result
         passes.inputs[key], passes.outputs[key] = x, output

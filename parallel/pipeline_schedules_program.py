@@ -6,10 +6,9 @@ lasts until it is received (NCCL), two ranks never wait for each other: what the
 are operations before it, whose messages stand before it too.
 """
 
-from functools import lru_cache
 from typing import NamedTuple
 
-from parallel.pipeline_schedules import BACKWARD, FORWARD, INPUT, Operation, Schedule, build_schedule
+from parallel.pipeline_schedules import BACKWARD, FORWARD, INPUT, Operation, Schedule
 from parallel.pipeline_schedules_simulation import simulate
 
 
@@ -59,8 +58,3 @@ def program_of(schedule: Schedule, rank: int) -> Program:
         if sends or receives:
             program.append(Exchange(tuple(sends), tuple(receives)))
     return tuple(program)
-
-
-@lru_cache(maxsize=64)
-def cached_program(name: str, ranks: int, micro_batches: int, chunks: int, rank: int) -> Program:
-    return program_of(build_schedule(name, ranks, micro_batches, chunks), rank)

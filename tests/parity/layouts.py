@@ -71,6 +71,8 @@ DEFAULT_GRID = layouts(
     "tp=2", "tp=2,sequence_parallel=false", "tp=4", "tp=2,tp_chunks=2", "dp=2,tp=2", "dp=2,tp=2,zero=1",
     "dp=2,tp=2,zero=3",
     "cp=2", "cp=3", "cp=2,zero=3", "dp=2,cp=2,cp_mode=all_gather", "cp=4,cp_mode=ulysses", "cp=2,tp=2,zero=1",
+    "pp=2", "pp=2,pp_schedule=interleaved,pp_chunks=2", "pp=2,pp_schedule=zero_bubble", "pp=4,pp_schedule=gpipe",
+    "pp=2,dp=2,zero=1",
 )  # fmt: skip
 SLOW_GRID = layouts(
     "dp=4", "dp=8", "dp=4,ddp_mode=naive", "dp=2,bucket_mb=25", "dp=2,first_bucket_mb=0.0001,bucket_mb=0.0001",
@@ -86,4 +88,8 @@ SLOW_GRID = layouts(
     "cp=2,tp=4", "cp=4,tp=2", "cp=2,cp_mode=ulysses", "cp=2,tp=2,cp_mode=ulysses", "cp=3,cp_mode=all_gather",
     "cp=4,cp_mode=all_gather,zero=3", "cp=2,cp_mode=all_gather,activation_checkpointing=full",
     "cp=2,cp_mode=ulysses,activation_checkpointing=full",
+    "pp=2,pp_schedule=gpipe", "pp=4", "pp=4,pp_schedule=zero_bubble", "pp=2,dp=2", "pp=2,dp=3,zero=1",
+    "pp=2,dp=2,pp_schedule=zero_bubble", "pp=2,dp=2,zero=1,pp_schedule=zero_bubble", "pp=2,zero=1",
+    "pp=2,activation_checkpointing=full", "pp=2,pp_schedule=zero_bubble,activation_checkpointing=full",
+    "pp=2,dp=2,zero=1,pp_schedule=interleaved,pp_chunks=2", "pp=3",
 )  # fmt: skip

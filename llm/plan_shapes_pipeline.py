@@ -1,0 +1,32 @@
+"""From our configs to the plain numbers of parallel/cost_model_pipeline: what a rank holds, and what crosses."""
+
+from llm.args import TrainConfig
+from llm.parallelize_pipeline import piece_of, stage_pieces
+from parallel.cost_model_pipeline import PipelineShape
+from parallel.cost_model_traffic import Param, norm_dtype
+
+
+def rank_params(params: list[Param], config: TrainConfig, pp_rank: int) -> list[Param]:
+    """The parameters of the stages on one rank of the pp axis, in the model's order; a tied table is the first's."""
+    parallel, layers = config.parallel, config.model.num_layers
+    pieces = stage_pieces(config.model, config.data.seq_len, parallel.pp * parallel.pp_chunks)
+    own = {piece for stage, part in enumerate(pieces) if stage % parallel.pp == pp_rank for piece in part}
+    return [param for param in params if piece_of(param.name, layers) in own]
+
+
+def pipeline_shape(params: list[Param], config: TrainConfig, micro_batch_tokens: list[int]) -> PipelineShape:
+    """`params` are those of the whole model."""
+    parallel, model = config.parallel, config.model
+    table = next(param for param in params if param.name == "embedding.weight")
+    lower = config.dtype == "bfloat16" and config.kernels.stream is not None
+    return PipelineShape(
+        ranks=parallel.pp,
+        schedule=parallel.pp_schedule,
+        chunks=parallel.pp_chunks,
+        tokens=tuple(micro_batch_tokens),
+        width=model.d_model,
+        dtype=config.kernels.stream if lower else table.dtype,
+        table_elements=table.numel if model.tie_embeddings else 0,
+        table_dtype=table.dtype,
+        norm_dtype=norm_dtype(params),
+    )

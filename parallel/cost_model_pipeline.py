@@ -1,0 +1,61 @@
+"""What pipeline parallelism sends and how long it idles, from plain numbers.
+
+Messages: an activation and a gradient a boundary and micro-batch, batched where a rank sends or receives several at one
+time. The log counts of a batch the bytes that the rank sends, or those it receives where it sends nothing. A tied table
+crosses twice a step: its gradient from the last rank to the first, and its values back. Which message falls into which
+batch is the program's (pipeline_schedules_program), a table as much as the schedule is; sizes are counted here.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from parallel.cost_model_traffic import ITEM_BYTES, Message
+from parallel.pipeline_schedules import build_schedule
+from parallel.pipeline_schedules_program import Exchange, program_of
+from parallel.pipeline_schedules_simulation import Durations, Simulation, simulate
+
+AXIS = "pp"
+
+
+@dataclass(frozen=True)
+class PipelineShape:
+    """What crosses between ranks: `tokens` of each micro-batch, of `width` elements each."""
+
+    ranks: int
+    schedule: str
+    chunks: int
+    tokens: tuple[int, ...]
+    width: int
+    dtype: str  # of activations and their gradients
+    table_elements: int = 0  # of a tied table, 0 without one
+    table_dtype: str = "float32"
+    norm_dtype: str = "float32"
+
+    @property
+    def boundary_bytes(self) -> list[int]:
+        """Of one micro-batch's activations; its gradient has as many."""
+        return [tokens * self.width * ITEM_BYTES[self.dtype] for tokens in self.tokens]
+
+
+def pipeline_messages(shape: PipelineShape, rank: int) -> Iterator[Message]:
+    """Every message over the pp axis that one rank takes part in during an optimizer step."""
+    yield Message("all_reduce_max", AXIS, "int64", shape.ranks, 8, "host")
+    table = shape.table_elements * ITEM_BYTES[shape.table_dtype]
+    if table and rank in (0, shape.ranks - 1):
+        yield Message("exchange", AXIS, shape.table_dtype, shape.ranks, table, "forward")
+        yield Message("exchange", AXIS, shape.table_dtype, shape.ranks, table, "backward")
+    schedule = build_schedule(shape.schedule, shape.ranks, len(shape.tokens), shape.chunks)
+    for step in program_of(schedule, rank):
+        if isinstance(step, Exchange):
+            nbytes = sum(shape.boundary_bytes[message.micro_batch] for message in step.sends or step.receives)
+            yield Message("exchange", AXIS, shape.dtype, shape.ranks, nbytes, "forward")
+    yield Message("all_reduce_sum", AXIS, shape.norm_dtype, shape.ranks, ITEM_BYTES[shape.norm_dtype], "host")
+
+
+def predict_pipeline(shape: PipelineShape, durations: Durations, stage_scale: list[float] | None = None) -> Simulation:
+    """The step on paper: when each operation runs, idle time, most activations held.
+
+    `durations` are of a stage of scale 1, `stage_scale` how much dearer each stage is.
+    """
+    schedule = build_schedule(shape.schedule, shape.ranks, len(shape.tokens), shape.chunks)
+    return simulate(schedule, durations, stage_scale)
