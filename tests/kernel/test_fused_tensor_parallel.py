@@ -1,4 +1,4 @@
-"""The fused loss over parts of the vocabulary on two ranks beside the plain one, kernels under Triton's interpreter."""
+"""All fused kernels on the parts of a model cut over two ranks beside the plain operations, in Triton's interpreter."""
 
 from dataclasses import replace
 
@@ -16,9 +16,9 @@ pytest.importorskip("triton")
 
 
 def plain_and_fused_gradients(mesh, parallel):
-    """Full gradients of one step with the plain and with the fused loss, and both losses."""
+    """Full gradients of one step with the plain and with the fused kernels, and both losses."""
     found = []
-    for kernels in (KernelsConfig(), KernelsConfig(loss=True, loss_chunk_mb=1)):
+    for kernels in (KernelsConfig(), KernelsConfig(fused=True, optimizer=False, loss_chunk_mb=1)):
         config = replace(config_of(parallel), kernels=kernels, z_loss=0.01)
         parts = parallelize(whole_model(dtype=torch.float32), config, mesh)
         forward_loss = make_forward_loss(parts.model, make_loss(kernels, config.z_loss), "none")
@@ -31,10 +31,10 @@ def plain_and_fused_gradients(mesh, parallel):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("by_tokens", [True, False])
-def test_the_fused_loss_of_parts_is_the_plain_one(by_tokens):
+@pytest.mark.parametrize(("by_tokens", "chunks"), [(True, 1), (False, 1), (True, 2)])
+def test_the_fused_kernels_of_parts_match_the_plain_operations(by_tokens, chunks):
     for (plain, wanted), (fused, got) in run(
-        plain_and_fused_gradients, ParallelConfig(tp=2, sequence_parallel=by_tokens)
+        plain_and_fused_gradients, ParallelConfig(tp=2, sequence_parallel=by_tokens, tp_chunks=chunks)
     ):
         assert torch.isclose(fused, plain, rtol=FP32_GRADIENT)
         for name, gradient in wanted.items():
