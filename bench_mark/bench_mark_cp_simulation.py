@@ -28,7 +28,7 @@ class SimulatedRing:
         """out and lse of each rank, from each rank's q, k and v (B, T/P, heads, D)."""
         results = []
         for rank, blocks in enumerate(self.blocks):
-            merger = Merger(q[rank])
+            merger = Merger()
             for block, mask in zip(blocks, self.masks[rank], strict=True):
                 keys = k[block.source][:, block.keys], v[block.source][:, block.keys]
                 merger.add(block.queries, *self.attention.forward(q[rank][:, block.queries], *keys, mask))

@@ -78,7 +78,7 @@ def autocast_of(tensor: Tensor) -> tuple[str, torch.dtype, bool]:
 
 def ring_forward(q: Tensor, keys: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
     """out and lse of q; `keys` (2, B, T/P, K, D) are this rank's k and v."""
-    merger = Merger(q)
+    merger = Merger()
     for step, (block, mask) in enumerate(zip(ring.blocks, ring.masks, strict=True)):
         arriving = ring.pass_on(keys) if step < len(ring.blocks) - 1 else None
         k, v = keys[:, :, block.keys]

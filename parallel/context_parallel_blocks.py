@@ -78,17 +78,21 @@ def block_weight(lse_b: Tensor, lse: Tensor) -> Tensor:
 
 
 class Merger:
-    """The result so far of rows (B, T, H, D) over the blocks added: `add` each, then read `out` and `lse`."""
+    """The result so far of a rank's rows over the blocks added, of which the first has all rows: then `out`, `lse`.
 
-    def __init__(self, q: Tensor):
-        B, T, H, _ = q.shape
-        self.out = torch.zeros_like(q, dtype=wide(q.dtype), memory_format=torch.contiguous_format)
-        self.lse = q.new_full((B, H, T), -torch.inf, dtype=wide(q.dtype))
+    Each further block costs a pass over the float32 `out` of its rows, and no tensor as large beside it.
+    """
+
+    def __init__(self) -> None:
+        self.out: Tensor | None = None  # (B, T, H, D)
+        self.lse: Tensor | None = None  # (B, H, T)
 
     def add(self, queries: slice, out: Tensor, lse: Tensor) -> None:
-        """A block's result of some rows."""
+        """A block's result of some rows: out like q, lse float32 or better."""
+        if self.out is None:
+            self.out, self.lse = out.to(wide(out.dtype), copy=True), lse.clone()
+            return
         old = self.lse[:, :, queries]
-        new = torch.logaddexp(old, lse.to(old.dtype))  # by the larger one: exp(lse) alone would overflow
-        kept = self.out[:, queries]
-        kept.mul_(by_row(block_weight(old, new))).add_(out * by_row(block_weight(lse, new)))
+        new = torch.logaddexp(old, lse)  # by the larger one: exp(lse) alone would overflow
+        self.out[:, queries].mul_(by_row(block_weight(old, new))).addcmul_(out, by_row(block_weight(lse, new)))
         self.lse[:, :, queries] = new

@@ -135,9 +135,20 @@ def test_intervals_of_a_share_name_the_same_keys():
 
 
 def test_merging_survives_logits_that_overflow_by_themselves():
-    q = torch.zeros(1, 2, 1, 1)
-    merger = Merger(q)
-    for lse, value in ((400.0, 1.0), (400.0, 3.0), (-400.0, 9.0)):
+    merger = Merger()
+    merger.add(slice(0, 2), torch.tensor([1.0, 0.0]).view(1, 2, 1, 1), torch.tensor([400.0, -math.inf]).view(1, 1, 2))
+    for lse, value in ((400.0, 3.0), (-400.0, 9.0)):
         merger.add(slice(0, 1), torch.full((1, 1, 1, 1), value), torch.full((1, 1, 1), lse))
+    merger.add(slice(1, 2), torch.zeros(1, 1, 1, 1), torch.full((1, 1, 1), -math.inf))  # still nothing to see
     assert merger.out.flatten().tolist() == pytest.approx([2.0, 0.0], rel=FP32_GRADIENT)
     assert merger.lse.flatten().tolist() == [pytest.approx(400.0 + math.log(2.0)), -math.inf]
+
+
+def test_merging_sums_16_bit_blocks_in_float32():
+    """A zero and 999 ones of equal weight: a bfloat16 mean would stop rising at about 0.95."""
+    merger = Merger()
+    for value in (0.0, *[1.0] * 999):
+        merger.add(slice(0, 1), torch.full((1, 1, 1, 1), value, dtype=torch.bfloat16), torch.zeros(1, 1, 1))
+    assert merger.out.dtype == torch.float32
+    assert merger.out.item() == pytest.approx(0.999, rel=100 * FP32_GRADIENT)
+    assert merger.lse.item() == pytest.approx(math.log(1000), rel=100 * FP32_GRADIENT)

@@ -55,8 +55,8 @@ CONTEXT_MUTANTS = [
     ),
     Mutant("the larger logsumexp for both", f"{BLOCKS}:Merger.add", "torch.logaddexp(", "torch.maximum(", "cp=2"),
     Mutant(
-        "blocks added without their weights", f"{BLOCKS}:Merger.add", "out * by_row(block_weight(lse, new))", "out",
-        "cp=2",
+        "blocks added without their weights", f"{BLOCKS}:Merger.add",
+        "addcmul_(out, by_row(block_weight(lse, new)))", "add_(out)", "cp=2",
     ),
     Mutant(
         "no gradient through the weights of blocks", f"{BLOCKS}:DifferentiableBlock.backward", "dlse.to(lse.dtype)",
