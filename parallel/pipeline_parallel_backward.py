@@ -29,13 +29,14 @@ class DeferredGradients:
 
     def matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x weight^T + bias: (..., in) -> (..., out), as F.linear, under autocast in its dtype."""
-        if not weight.requires_grad:
+        if not (weight.requires_grad and x.requires_grad):  # a layer that ends backward has nothing to give first
             return F.linear(x, weight, bias)
         device = x.device.type
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
-        return DeferredLinear.apply(x, weight, bias, self)
+        # The weight goes in unseen by autograd, or its hooks would fire for a gradient that is not there yet.
+        return DeferredLinear.apply(x, bias, weight.detach(), (weight, self))
 
     @torch.no_grad()
     def run(self, key: Hashable) -> None:
@@ -48,22 +49,23 @@ class DeferredGradients:
 
 
 class DeferredLinear(torch.autograd.Function):
-    """x (..., in) in the dtype of the product, weight (out, in), bias (out,) or None."""
+    """x (..., in) in the dtype of the product, bias (out,) or None, weight (out, in), and who gets its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferred: DeferredGradients) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, weight: Tensor, target: tuple[Tensor, DeferredGradients]
+    ) -> Tensor:
         matrix = weight.to(x.dtype)
         ctx.save_for_backward(x, matrix)
-        ctx.weight, ctx.has_bias, ctx.deferred = weight, bias is not None, deferred
+        ctx.has_bias, (ctx.weight, ctx.deferred) = bias is not None, target
         with torch.autocast(x.device.type, enabled=False):
             return F.linear(x, matrix, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x, matrix = ctx.saved_tensors
         rows, flat = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])  # (N, in), (N, out)
         assert ctx.deferred.current is not None, "a deferred weight gradient needs begin() before its backward pass"
         ctx.deferred.current.append((ctx.weight, rows, flat))
-        dx = torch.mm(flat, matrix).view(x.shape) if ctx.needs_input_grad[0] else None
-        return dx, None, flat.sum(0) if ctx.has_bias else None, None
+        return torch.mm(flat, matrix).view(x.shape), flat.sum(0) if ctx.has_bias else None, None, None

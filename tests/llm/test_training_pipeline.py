@@ -1,0 +1,40 @@
+"""Pipeline-parallel runs under torchrun: trained as one device, validated, sampled, continued on another layout."""
+
+import json
+
+import pytest
+
+from configs.loader import compose_config
+from configs.run_dir import read_jsonl
+from llm.args import TrainConfig
+from llm.training import train
+from tests.llm.test_training_ranks import losses, start
+from tests.tolerances import FP32_GRADIENT
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+
+def validation(run):
+    return [line["val_loss"] for line in read_jsonl(run / "metrics.jsonl") if "val_loss" in line]
+
+
+@pytest.mark.parametrize("settings", [(), ("parallel.pp_schedule=zero_bubble", "model.tie_embeddings=true")])
+def test_two_ranks_that_hold_half_the_layers_each_train_as_one_device(tiny_corpus, tmp_path, settings):
+    overrides = [*tiny_corpus.overrides(tmp_path), *(s for s in settings if s.startswith("model"))]
+    train(compose_config(TrainConfig, "training", [*overrides, "name=one"]))
+    process = start(overrides, "name=two", "parallel.pp=2", *settings)
+    _, err = process.communicate(timeout=180)
+    assert process.returncode == 0, err
+    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert len(one) == 6 and two == pytest.approx(one, rel=10 * FP32_GRADIENT)
+    assert validation(tmp_path / "two") == pytest.approx(validation(tmp_path / "one"), rel=10 * FP32_GRADIENT)
+    one, two = ((tmp_path / name / "samples.txt").read_bytes().split(b"\n", 1)[1] for name in ("one", "two"))
+    assert one == two  # but for the time of day in their first line
+    report = json.loads((tmp_path / "two" / "report.json").read_text())
+    predicted, measured = (report[kind]["communication"] for kind in ("predicted", "measured"))
+    assert predicted.keys() == {"pp"} and measured["pp"]["bytes"] == predicted["pp"]["bytes"]
+    # Its checkpoint continues on another layout.
+    process = start(overrides, "name=two", "max_steps=8", "parallel.dp=2")
+    _, err = process.communicate(timeout=180)
+    assert process.returncode == 0, err
+    assert len(losses(tmp_path / "two")) == 8
