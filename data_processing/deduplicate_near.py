@@ -11,6 +11,7 @@ more than comparing one in vain, since the comparison removes the false ones.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -53,10 +54,18 @@ def choose_bands(config: NearConfig) -> tuple[int, int]:
     if config.bands:
         return config.bands, config.rows
     try:
-        from datasketch.lsh import _optimal_param
+        import datasketch  # noqa: F401
     except ImportError as error:
         raise missing_extra("datasketch", "data") from error
-    return _optimal_param(config.threshold, config.num_permutations, FALSE_POSITIVE_WEIGHT, FALSE_NEGATIVE_WEIGHT)
+    return _optimal_bands(config.threshold, config.num_permutations)
+
+
+@lru_cache(maxsize=16)
+def _optimal_bands(threshold: float, num_permutations: int) -> tuple[int, int]:
+    """datasketch's optimum: half a second of numerical integrals, and a build asks three times."""
+    from datasketch.lsh import _optimal_param
+
+    return _optimal_param(threshold, num_permutations, FALSE_POSITIVE_WEIGHT, FALSE_NEGATIVE_WEIGHT)
 
 
 def band_keys(signatures: np.ndarray, bands: int, rows: int) -> np.ndarray:
