@@ -130,10 +130,22 @@ def evaluate_sums(
     return sums
 
 
-def evaluate_stages(pipeline: Pipeline, batches: Iterable[Batch], seq_len: int, device: torch.device) -> EvaluationSums:
-    """The same through a pipeline's stages: the rank with the last one has the sums, the others zeros."""
+def evaluate_stages(
+    pipeline: Pipeline,
+    batches: Iterable[Batch],
+    seq_len: int,
+    device: torch.device,
+    shards: ContextShards | None = None,
+) -> EvaluationSums:
+    """The same of windows of seq_len tokens through a pipeline's stages: ranks without the last one have zeros."""
     sums = EvaluationSums(seq_len, device)
-    pipeline.evaluate(list(batches), lambda logits, batch: sums.add(token_losses(logits, batch.targets), batch.targets))
+    columns = None if shards is None else shards.columns_of(seq_len, device)
+    cut = list(batches) if shards is None else [shards.shard(batch) for batch in batches]
+
+    def see(logits: Tensor, batch: Batch) -> None:
+        sums.add(token_losses(logits, batch.targets), batch.targets, columns)
+
+    pipeline.evaluate(cut, see)
     return sums
 
 

@@ -113,19 +113,20 @@ def parallelize(model: nn.Module, config: TrainConfig, mesh: Mesh) -> Paralleliz
     """
     refuse_unknown(config.parallel)
     apply_kernels(model, config.kernels, mesh.device)
+    tensor_layout = apply_tensor(model, config, mesh)  # before the stages, which then exchange parts of a tied table
     stages = apply_pipeline(model, config, mesh)
-    tensor_layout = apply_tensor(model, config, mesh)
     shards = apply_context(model, config, mesh)
     for block in model.blocks.values():
         block.checkpoint = make_checkpoint(config.parallel.activation_checkpointing)
     compile_mode = apply_compile(model, config.compile, mesh.device)
     strategy = apply_data_strategy(model, config, mesh, tensor_layout)
-    strategy = tensor_strategy(strategy, model, tensor_layout)
     strategy = pipeline_strategy(strategy, stages)
+    strategy = tensor_strategy(strategy, model, tensor_layout)
     fused = config.kernels.uses("optimizer")
     optimizer = strategy.shard_optimizer(build_optimizer(model.named_parameters(), config.optimizer, fused))
     autocast_dtype = torch.bfloat16 if config.dtype == "bfloat16" else None
-    pipeline = None if stages is None else Pipeline(stages, strategy, autocast_dtype)
+    context_of = make_context if shards is None else shards.make_context
+    pipeline = None if stages is None else Pipeline(stages, strategy, autocast_dtype, context_of)
     return Parallelized(model, optimizer, strategy, compile_mode, shards, pipeline)
 
 

@@ -20,8 +20,9 @@ from llm.cost_model_counts import attention_flops_per_token, block_matrices, out
 from llm.data_loader import Batch
 from llm.loss import LossSums
 from llm.transformer import Transformer
-from llm.transformer_context import make_context
+from llm.transformer_context import BlockContext, make_context
 from llm.transformer_layers import Linear
+from parallel.collectives import all_reduce_sum
 from parallel.mesh import Mesh
 from parallel.pipeline_parallel import PipelineRunner, PipelineSettings, StageFunction
 from parallel.pipeline_parallel_backward import DeferredGradients
@@ -54,12 +55,13 @@ def check_pipeline(config: TrainConfig) -> None:
     """UserError for what does not work together with parallel.pp > 1."""
     parallel, kernels = config.parallel, config.kernels
     build_schedule(parallel.pp_schedule, parallel.pp, 1, parallel.pp_chunks)
-    for name in ("tp", "cp", "ep"):
-        if getattr(parallel, name) > 1:
-            raise UserError(
-                f"parallel.{name}={getattr(parallel, name)} with parallel.pp={parallel.pp} is not implemented yet; "
-                f"use parallel.{name}=1"
-            )
+    if parallel.ep > 1:
+        raise UserError(f"parallel.ep={parallel.ep} with parallel.pp={parallel.pp} is not implemented yet; use ep=1")
+    if parallel.tp > 1 and parallel.pp_schedule == "zero_bubble":
+        raise UserError(
+            f"parallel.pp_schedule=zero_bubble takes the seam in which parallel.tp={parallel.tp} cuts products; "
+            f"use 1f1b, or parallel.tp=1"
+        )
     if parallel.zero > 1:
         raise UserError(f"parallel.zero={parallel.zero} with parallel.pp={parallel.pp} is not there; use zero=0 or 1")
     if config.compile == "model":
@@ -85,6 +87,7 @@ class PipelineLayout:
     tied: TiedTable | None
     boundary_dtype: tuple[torch.dtype, torch.dtype]  # without and under autocast
     deferred: DeferredGradients | None = None
+    stream_cut: int = 1  # tp ranks over which sequence parallelism has cut the tokens between blocks
 
     def stage_model(self, stage: int) -> Transformer:
         """The model with the pieces of one stage only; modules are shared."""
@@ -162,7 +165,8 @@ def apply_pipeline(model: Transformer, config: TrainConfig, mesh: Mesh) -> Pipel
     deferred = defer_gradients(model, config) if parallel.pp_schedule == "zero_bubble" else None
     own = {stage: part for stage, part in enumerate(pieces) if stage % ranks == rank}
     return PipelineLayout(
-        model, mesh, settings, own, held, missing, missing_parameters, tied, boundary_dtype, deferred
+        model, mesh, settings, own, held, missing, missing_parameters, tied, boundary_dtype, deferred,
+        parallel.tp if parallel.sequence_parallel else 1,
     )  # fmt: skip
 
 
@@ -204,13 +208,21 @@ def defer_gradients(model: Transformer, config: TrainConfig) -> DeferredGradient
 class Pipeline:
     """What a training step and a validation call in place of the model under parallel.pp > 1."""
 
-    def __init__(self, layout: PipelineLayout, strategy: PipelineParallel, autocast_dtype: torch.dtype | None):
+    def __init__(
+        self,
+        layout: PipelineLayout,
+        strategy: PipelineParallel,
+        autocast_dtype: torch.dtype | None,
+        context_of: Callable[..., BlockContext] = make_context,
+    ):
         self.layout, self.strategy, self.mesh = layout, strategy, layout.mesh
-        self.autocast_dtype = autocast_dtype
+        self.autocast_dtype, self.context_of = autocast_dtype, context_of
         self.models = {stage: layout.stage_model(stage) for stage in layout.pieces}
         self.last_stage = layout.mesh.size("pp") * layout.settings.chunks - 1
         self.runner = PipelineRunner(self.boundary, self.mesh, layout.settings, layout.deferred)
         self.warned = False
+        # NCCL connects a group in its first call, in which all ranks must take part; sends between two would hang.
+        all_reduce_sum(torch.zeros((), device=self.mesh.device), self.mesh, "pp")
 
     @property
     def head_model(self) -> Transformer:
@@ -223,12 +235,13 @@ class Pipeline:
 
     def boundary(self, batch: Batch) -> Tensor:
         dtype = self.layout.boundary_dtype[self.autocast_dtype is not None]
-        shape = (*batch.token_ids.shape, self.layout.model.config.d_model)
+        rows, tokens = batch.token_ids.shape
+        shape = (rows, tokens // self.layout.stream_cut, self.layout.model.config.d_model)
         return torch.empty(shape, dtype=dtype, device=self.mesh.device)  # (B, T, C)
 
     def run_stage(self, stage: int, x: Tensor | None, batch: Batch) -> Tensor:
         """Hidden states (B, T, C); of the last stage logits."""
-        ctx = make_context(batch.token_ids, batch.token_positions, batch.doc_ids)
+        ctx = self.context_of(batch.token_ids, batch.token_positions, batch.doc_ids)
         ctx.token_ids = batch.token_ids
         with self.autocast():
             return self.models[stage](batch.token_ids if stage == 0 else x, ctx)

@@ -16,6 +16,7 @@ def tokens_of_rank(config: TrainConfig, rows: int) -> int:
 
 
 def context_shape(params: list[Param], config: TrainConfig) -> ContextShape:
+    """What a rank with these parameters, those of its pipeline stages, sends."""
     model, parallel = config.model, config.parallel
     return ContextShape(
         ranks=parallel.cp,
@@ -23,7 +24,7 @@ def context_shape(params: list[Param], config: TrainConfig) -> ContextShape:
         heads=model.num_heads // parallel.tp,
         kv_heads=max(1, model.num_kv_heads // parallel.tp),
         head_dim=model.head_dim,
-        layers=model.num_layers,
+        layers=len({param.stage for param in params if param.in_block}),
         dtype="bfloat16" if config.dtype == "bfloat16" else params[0].dtype,
         recomputes=parallel.activation_checkpointing != "none",
     )

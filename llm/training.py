@@ -80,7 +80,7 @@ def validate(trainer: Trainer) -> Evaluation:
         shards, pipeline = trainer.training_step.shards, trainer.training_step.pipeline
         seq_len, device = config.data.seq_len, mesh.device
         if pipeline is not None:
-            sums = evaluate_stages(pipeline, batches, seq_len, device)
+            sums = evaluate_stages(pipeline, batches, seq_len, device, shards)
         else:
             sums = evaluate_sums(trainer.model, batches, seq_len, device, trainer.autocast_dtype, shards)
         trainer.model.train()

@@ -9,8 +9,9 @@ from torch.nn import functional as F
 from configs.errors import UserError
 from llm.args import DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from llm.data_loader import Batch, document_layout
-from llm.evaluation import evaluate_sums
+from llm.evaluation import evaluate_stages, evaluate_sums
 from llm.loss import IGNORE_INDEX
+from llm.parallelize import parallelize
 from llm.parallelize_context import apply_context, check_context
 from llm.transformer import Transformer
 from llm.transformer_context import make_context
@@ -138,6 +139,22 @@ def run_short(mesh, config: TrainConfig) -> dict:
     logits = model(batch.token_ids, shards.make_context(batch.token_ids, batch.token_positions, batch.doc_ids))
     loss_of(logits, batch.targets).backward()
     return {"num_targets": batch.num_targets, "gradient": all_reduce_sum(model.embedding.weight.grad, mesh, "dp_cp")}
+
+
+def validate_stages(mesh, config: TrainConfig) -> torch.Tensor:
+    parts = parallelize(make_model(config), config, mesh)
+    whole = packed_batch(config.data.seq_len, documents=True)
+    sums = evaluate_stages(parts.pipeline, [whole, whole], config.data.seq_len, mesh.device, parts.shards).tensor
+    return all_reduce_sum(all_reduce_sum(sums, mesh, "dp_cp"), mesh, "pp")
+
+
+@pytest.mark.dist
+def test_validation_through_stages_counts_each_token_once():
+    config = config_of("ring", "eager", ranks=2, pp=2)
+    results = pool_of(4).run(validate_stages, config, degrees=Degrees(dp=1, cp=2, pp=2))
+    batch = packed_batch(21, documents=True)
+    wanted = evaluate_sums(make_model(config), [batch, batch], 21, torch.device("cpu")).tensor
+    assert all(torch.allclose(sums, wanted, rtol=FP32_GRADIENT) for sums in results)
 
 
 @pytest.mark.parametrize(
