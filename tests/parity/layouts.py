@@ -70,7 +70,8 @@ DEFAULT_GRID = layouts(
     "dp=2,zero=3,activation_checkpointing=full", "dp=1,zero=3,force=true",
     "tp=2", "tp=2,sequence_parallel=false", "tp=4", "tp=2,tp_chunks=2", "dp=2,tp=2", "dp=2,tp=2,zero=1",
     "dp=2,tp=2,zero=3",
-    "cp=2", "cp=3", "cp=2,zero=3", "dp=2,cp=2,cp_mode=all_gather", "cp=4,cp_mode=ulysses", "cp=2,tp=2,zero=1", "cp=2,pp=2",
+    "cp=2", "cp=3", "cp=2,zero=3", "dp=2,cp=2,cp_mode=all_gather", "cp=4,cp_mode=ulysses", "cp=2,tp=2,zero=1",
+    "cp=2,pp=2",
     "pp=2", "pp=2,pp_schedule=interleaved,pp_chunks=2", "pp=2,pp_schedule=zero_bubble", "pp=4,pp_schedule=gpipe",
     "pp=2,dp=2,zero=1",
 )  # fmt: skip
