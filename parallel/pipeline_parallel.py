@@ -119,6 +119,8 @@ class PipelineRunner:
             receives.append((self.boundary(micro_batches[message.micro_batch]), message.source % self.ranks))
         pending = exchange(sends, receives, self.mesh, self.settings.axis)
         passes.started = [earlier for earlier in passes.started if not earlier.is_done]
+        while len(passes.started) >= 2 * self.ranks:  # what was sent long ago would be held until the step's end
+            passes.started.pop(0).wait()
         passes.started.append(pending)
         for message, (tensor, _) in zip(step.receives, receives, strict=True):
             passes.arriving[message] = (pending, tensor)
