@@ -175,7 +175,13 @@ def start_all_to_all(
     return pending
 
 
-def exchange(sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], mesh: Mesh, axis: str) -> Pending:
+def exchange(
+    sends: list[tuple[Tensor, int]],
+    receives: list[tuple[Tensor, int]],
+    mesh: Mesh,
+    axis: str,
+    stream: str = "collectives",
+) -> Pending:
     """Send tensors to, and receive into tensors from, ranks along the axis, all at once: (contiguous tensor, place).
 
     wait() returns the received tensors. Logged: the bytes sent, or those received where nothing is sent.
@@ -194,7 +200,7 @@ def exchange(sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]
         return works
 
     payload = [tensor for tensor, _ in (sends or receives)]
-    pending = start(run, [tensor for tensor, _ in receives], mesh, ("exchange", axis, payload))
+    pending = start(run, [tensor for tensor, _ in receives], mesh, ("exchange", axis, payload), stream)
     pending.held = sends
     return pending
 

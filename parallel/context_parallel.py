@@ -39,7 +39,8 @@ class Ring:
         ranks, place = self.mesh.size(self.axis), self.mesh.rank_in(self.axis)
         arriving = torch.empty_like(tensor)
         sends, receives = [(tensor, (place + 1) % ranks)], [(arriving, (place - 1) % ranks)]
-        return exchange(sends, receives, self.mesh, self.axis)
+        # A stream of its own: behind a bucket of gradients the next keys would come too late.
+        return exchange(sends, receives, self.mesh, self.axis, stream="ring")
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
