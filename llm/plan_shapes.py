@@ -83,7 +83,10 @@ def rank_messages(
     activations: list[Message] = []
     if degrees.pp > 1:
         place_in_pipeline = next(ranks.index(rank) for ranks in degrees.groups("pp") if rank in ranks)
-        activations += pipeline_messages(pipeline_shape(params, config, counts), place_in_pipeline)
+        cut = config.parallel.tp if config.parallel.sequence_parallel else 1
+        parts = cut_params(params, tensor_cuts(params, config))
+        crossing = pipeline_shape(parts, config, [count // cut for count in counts])
+        activations += pipeline_messages(crossing, place_in_pipeline)
         params = rank_params(params, config, place_in_pipeline)
     if degrees.cp > 1:
         activations += context_messages(context_shape(params, config), counts)

@@ -47,13 +47,21 @@ def tensor_shape(params: list[Param], config: TrainConfig) -> TensorShape:
 def tensor_messages(
     params: list[Param], config: TrainConfig, layout: DataLayout, data_rank: int, micro_batch_tokens: list[int]
 ) -> Iterator[Message]:
-    """The messages over the tp axis of a step; `params` in full, `data_rank` this rank's place among the shards."""
+    """The messages over the tp axis of a step; `params` of this rank's stages, in full, `data_rank` its place there."""
     cuts = tensor_cuts(params, config)
     params = cut_params(params, cuts)
-    yield from activation_messages(tensor_shape(params, config), micro_batch_tokens)
+    stages = {param.stage for param in params} | output_stage(params, config)
+    messages = activation_messages(tensor_shape(params, config), micro_batch_tokens)
+    yield from (message for message in messages if message.stage in stages)  # those that this rank runs
     held = held_elements(params, layout, data_rank)
     matrices = matrix_elements([p for p in params if cuts[p.name].dim is not None], params, layout, data_rank)
     yield from gradient_messages(params, cuts, config.parallel.tp, held, matrices)
+
+
+def output_stage(params: list[Param], config: TrainConfig) -> set[int]:
+    """The stage of the last norm and the output layer, where a rank has these."""
+    last = config.model.num_layers + 1
+    return {last} if any(param.name == "norm.weight" for param in params) else set()
 
 
 def held_elements(params: list[Param], layout: DataLayout, data_rank: int) -> dict[str, int]:

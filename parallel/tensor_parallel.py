@@ -204,9 +204,13 @@ class VocabShard:
 
     first: int
     rows: int
-    size: int
+    placement: Placement
     rank: int
     crossing: Crossing
+
+    @property
+    def size(self) -> int:
+        return self.placement.shape[0]
 
 
 @dataclass(frozen=True)
@@ -285,7 +289,7 @@ def swap_row(module: nn.Module, layout: TensorLayout) -> None:
 def swap_vocab(module: nn.Module, layout: TensorLayout) -> None:
     placement = layout.by_parameter[id(module.weight)]
     first, last = placement.span(layout.rank)
-    shard = VocabShard(first, last - first, placement.shape[0], layout.rank, layout.crossing)
+    shard = VocabShard(first, last - first, placement, layout.rank, layout.crossing)
     if hasattr(module, "lookup"):
         layout.swap(module, "lookup", VocabLookup(module.lookup, shard))
     else:

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from parallel.collectives import all_gather
 from parallel.ddp import DataParallel
+from parallel.pipeline_parallel_strategy import PipelineParallel
 from parallel.sharded_checkpoint_pieces import Piece, whole
 from parallel.sharded_optimizer_shards import Shard
-from parallel.tensor_parallel import TensorLayout, replace_parameters
+from parallel.tensor_parallel import TensorLayout, VocabOutput, replace_parameters
 from parallel.tensor_parallel_gradients import Held, norm_over, sum_shares
 from parallel.tensor_parallel_placement import Placement
 
@@ -30,6 +31,10 @@ class TensorParallel:
     def __init__(self, inner: Any, model: nn.Module, layout: TensorLayout):
         self.inner, self.model, self.layout = inner, model, layout
         self.mesh, self.axis, self.placements = layout.mesh, layout.axis, layout.placements
+        in_stages = isinstance(inner, PipelineParallel)
+        self.data = inner.inner if in_stages else inner  # DDP, ZeRO-1 or FSDP
+        self.spread = [] if isinstance(self.data, DataParallel) else [self.data.axis]  # axes that gradients lie over
+        self.spread += [inner.axis] if in_stages else []
 
     @property
     def parameters(self) -> Iterable[Tensor]:
@@ -38,11 +43,15 @@ class TensorParallel:
     def begin_micro_batch(self, last: bool) -> None:
         self.inner.begin_micro_batch(last)
 
+    def begin_step(self) -> None:
+        """Before a pipeline's first forward pass, see PipelineParallel."""
+        self.inner.begin_step()
+
     def held(self) -> Held:
         """What the data strategy leaves gradients in on this rank: parameters or shards, with their places."""
-        if isinstance(self.inner, DataParallel):
-            return [(self.placements[name], param) for name, param in self.inner.named.items()]
-        return [(self.placements[shard.name], shard.local) for shard in self.inner.shards]
+        if isinstance(self.data, DataParallel):
+            return [(self.placements[name], param) for name, param in self.data.named.items()]
+        return [(self.placements[shard.name], shard.local) for shard in self.data.shards]
 
     def finish_gradients(self) -> None:
         """The data ranks' sums, then those of shares over the tp axis."""
@@ -51,8 +60,7 @@ class TensorParallel:
 
     def gradient_norm(self) -> Tensor:
         """The L2 norm of the whole gradient, each parameter counted once, equal bits on every rank."""
-        axes = [self.axis] if isinstance(self.inner, DataParallel) else [self.inner.axis, self.axis]
-        return norm_over(self.held(), self.mesh, axes)
+        return norm_over(self.held(), self.mesh, [*self.spread, self.axis])
 
     def shard_optimizer(self, optimizer: Any) -> Any:
         """The inner strategy's optimizer; where it works on whole matrices, these are collected over the tp axis."""
@@ -67,7 +75,7 @@ class TensorParallel:
                 continue
             if "matrices" in group:
                 group["matrices"].across = self.across_shards
-                full = {shard.local: torch.Size(self.placements[shard.name].shape) for shard in self.inner.shards}
+                full = {shard.local: torch.Size(self.placements[shard.name].shape) for shard in self.data.shards}
                 group["matrices"].shapes = full
             else:
                 group["matrices"] = TensorMatrices(self, names)
@@ -127,14 +135,29 @@ class TensorParallel:
             full = self.full({name: param.detach() for name, param in local.items()})
             new = {name: nn.Parameter(full[name], requires_grad=False) for name in local}
             replace_parameters(self.model, {id(local[name]): new[name] for name in local})
+            copies = self.copies_of_tables()
+            tables = self.gather([place for _, _, place in copies], [table for _, table, _ in copies])
+            for (module, _, _), table in zip(copies, tables, strict=True):
+                module.weight = table
             for module, name, before, _ in reversed(self.layout.seams):
                 setattr(module, name, before)
             try:
                 yield
             finally:
+                for module, table, _ in copies:
+                    module.weight = table
                 for module, name, _, after in self.layout.seams:
                     setattr(module, name, after)
                 replace_parameters(self.model, {id(new[name]): local[name] for name in local})
+
+    def copies_of_tables(self) -> list[tuple[nn.Module, Tensor, Placement]]:
+        """A last stage's copy of a tied table, which is no parameter."""
+        outputs = [(module, seam) for module, _, _, seam in self.layout.seams if isinstance(seam, VocabOutput)]
+        return [
+            (module, module.weight, seam.shard.placement)
+            for module, seam in outputs
+            if not isinstance(module.weight, nn.Parameter)
+        ]
 
     def pieces(self) -> list[Piece]:
         """This rank's part of every parameter, and the persistent buffers, which are whole on every rank."""
