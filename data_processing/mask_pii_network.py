@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 AT = re.compile(r"(?<=[\w%'~+-])@(?=[^\W_])")
 LOCAL_PART = re.compile(r"[\w.+%'~-]{1,64}$")
-DOMAIN = re.compile(r"(?:[^\W_](?:[\w-]{0,61}[^\W_])?\.){1,8}(?:[^\W\d_]{2,24}|xn--[a-z0-9-]{2,59})(?![\w@])")
+DOMAIN = re.compile(r"(?:[^\W_](?:[\w-]{0,61}[^\W_])?\.){1,8}(?:xn--[a-z0-9-]{2,59}|[^\W\d_]{2,24})(?![\w@])")
 DOMAIN_LONGEST = 255
 IPV4 = re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?!\w|\.\w)")
 # Four numbers with dots after one of these words are a version or a heading.
@@ -21,7 +21,7 @@ NOT_AN_ADDRESS = re.compile(
 )
 HEADING = re.compile(r"\.?[ \t\u00a0]{1,4}[^\W\d_]")  # what follows the number of a section
 WORDS_BEFORE = 16
-IPV6 = re.compile(r"(?<![\w:.])(?:[0-9A-Fa-f]{0,4}:){2,7}(?:(?:\d{1,3}\.){3}\d{1,3}|[0-9A-Fa-f]{0,4})(?![\w:]|\.\d)")
+IPV6 = re.compile(r"(?<![\w:.])(?:[0-9A-Fa-f]{0,4}:){2,8}(?:(?:\d{1,3}\.){3}\d{1,3}|[0-9A-Fa-f]{0,4})(?![\w:]|\.\d)")
 
 
 def find_emails(text: str) -> Iterator[tuple[int, int]]:
@@ -59,7 +59,7 @@ def find_ips(text: str) -> Iterator[tuple[int, int]]:
         if at_line_start and all(int(part) < 100 for part in parts) and HEADING.match(text, match.end()):
             continue
         found.append(match.span())
-    if "::" in text or text.count(":") >= 7:
+    if "::" in text or text.count(":") >= 6:
         found += [match.span() for match in IPV6.finditer(text) if _is_ipv6(match.group())]
         found.sort()
     done = 0

@@ -68,6 +68,8 @@ def is_phone(shown: str, in_context: bool) -> bool:
         return 8 <= len(digits) <= 15 and digits[0] != "0"
     if in_context:
         return 7 <= len(digits) <= 15
+    if groups[0] == "011":  # abroad from North America
+        return len(groups) > 2 and 11 <= len(digits) <= 17
     if digits.startswith("00"):
         return digits[2:3] not in ("", "0") and 11 <= len(digits) <= 17 and len(groups) > 1 and len(groups[0]) != 3
     if NORTH_AMERICAN.fullmatch(shown) or any(form.fullmatch(shown) for form in NATIONAL):
