@@ -7,7 +7,8 @@ Exposed is what our log says was waited for; torch keeps no such log.
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -53,8 +54,8 @@ def measured_row(
     if way == "torch" and mesh.device.type == "cpu":
         return {"error": "torch's context_parallel does not run on a CPU"}
     try:
-        step = torch_step(shape, mesh) if way == "torch" else our_step(way, shape, args, mesh)
-        seconds, exposed_s = timed(step, args, mesh)
+        with torch_step(shape, mesh) if way == "torch" else nullcontext(our_step(way, shape, args, mesh)) as step:
+            seconds, exposed_s = timed(step, args, mesh)
     except (RuntimeError, ValueError, AssertionError, ImportError) as error:
         return {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"}
     return {
@@ -103,24 +104,23 @@ def make_share(shape: AttentionShape, device: torch.device) -> list[Tensor]:
     return [*(x.requires_grad_() for x in (q, k, v)), dout]
 
 
-def torch_step(shape: AttentionShape, mesh: Mesh) -> Callable[[], None]:
+@contextmanager
+def torch_step(shape: AttentionShape, mesh: Mesh) -> Iterator[Callable[[], None]]:
     """torch's context_parallel over its flash kernel, with kv heads repeated, as its ring takes them."""
     from torch.distributed.tensor.experimental import context_parallel
 
     device_mesh = init_device_mesh("cuda", (mesh.size("cp"),), mesh_dim_names=("cp",))
     q, k, v = (torch.randn(shape.B, shape.H, shape.S, shape.D, device=mesh.device).bfloat16() for _ in range(3))
     dout = torch.randn(shape.B, shape.H, shape.T, shape.D, device=mesh.device).bfloat16()
-    manager = context_parallel(device_mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2])
-    manager.__enter__()  # its buffers are cut for as long as this step is timed; the process ends soon after
-    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    with context_parallel(device_mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):  # inside, they are cut
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
 
-    def step() -> None:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            out = F.scaled_dot_product_attention(*inputs, is_causal=True)
-        torch.autograd.grad(out, inputs, dout)
+        def step() -> None:
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                out = F.scaled_dot_product_attention(*inputs, is_causal=True)
+            torch.autograd.grad(out, inputs, dout)
 
-    step.manager = manager  # kept alive with what it patches
-    return step
+        yield step
 
 
 def predicted_ring_s(shape: AttentionShape, mesh: Mesh, peaks: Peaks | None) -> float | None:
