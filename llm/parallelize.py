@@ -1,6 +1,6 @@
 """The only place that knows both the model and the strategies applied to it, from outside, in one fixed order.
 
-The order is: convert, pp, tp + sp, ep, cp, activation checkpointing, compile, then fsdp or ddp; what is not there yet
+The order is: convert, tp + sp, pp, ep, cp, activation checkpointing, compile, then fsdp or ddp; what is not there yet
 is refused. Each keeps parameter names.
 """
 
