@@ -36,7 +36,7 @@ def config_of(parallel: ParallelConfig, model: ModelConfig = MODEL) -> TrainConf
 
 
 def run(function, parallel: ParallelConfig, *args):
-    size = (parallel.dp or 1) * parallel.tp
+    size = (parallel.dp or 1) * parallel.tp * parallel.pp
     degrees = parallel.degrees().resolve(size)
     return pool_of(size).run(function, parallel, *args, degrees=degrees)
 
@@ -151,7 +151,7 @@ def train_and_save(mesh, parallel, directory, steps, path=None):
     held = held_pieces(parts.model, parts.optimizer, mesh, sharding)
     if path is not None:
         restore(held, path, mesh)
-    step = TrainingStep(config, mesh, parts, make_forward_loss(parts.model, CrossEntropyLoss(), "none"))
+    step = TrainingStep(config, mesh, parts, make_forward_loss(parts.head_model, CrossEntropyLoss(), "none"))
     share = 24 // mesh.size("dp")
     for number in steps:
         batch = global_batch(number)
@@ -172,8 +172,9 @@ def train_and_save(mesh, parallel, directory, steps, path=None):
         (ParallelConfig(tp=4), ParallelConfig(dp=2, tp=2, zero=3)),
         (ParallelConfig(dp=2, tp=2, zero=1), ParallelConfig(dp=2, zero=3)),
         (ParallelConfig(dp=2), ParallelConfig(tp=2)),
+        (ParallelConfig(tp=2, pp=2), ParallelConfig(tp=4)),
     ],
-    ids=["2 to 4", "4 to 2 under zero 3", "zero 1 to none", "none to 2"],
+    ids=["2 to 4", "4 to 2 under zero 3", "zero 1 to none", "none to 2", "2 in stages to 4"],
 )
 def test_a_checkpoint_continues_under_another_degree(before, after, tmp_path):
     path, _ = run(train_and_save, before, str(tmp_path / "a"), [0, 1, 2])[0]
