@@ -158,6 +158,14 @@ def test_hostile_pages_cost_little(html, words):
     assert len(text.split()) >= min(words, 180) and (words < 1000 or len(text.split()) >= words)
 
 
+def test_fifty_megabytes_in_one_tag():
+    """0.6 s of processor time as seen; the parser alone does not end on tags of that length."""
+    started = time.process_time()
+    text = extract_html(b"<p " + b"a" * 50_000_000 + b">" + FILLER.encode()).text
+    assert time.process_time() - started < 10
+    assert len(text.split()) >= 180
+
+
 def test_depth_and_long_tags_by_hand():
     assert nesting_depth("<div>" * 3000 + "</div>" * 3000) == 3000 > MAX_DEPTH
     assert nesting_depth("<p>" * 5000 + "<br>" * 5000) == 0
