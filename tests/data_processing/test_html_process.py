@@ -159,7 +159,7 @@ def test_hostile_pages_cost_little(html, words):
 
 
 def test_fifty_megabytes_in_one_tag():
-    """0.6 s of processor time as seen; the parser alone does not end on tags of that length."""
+    """0.6 s of processor time as seen, 1.7 s when it is five million attributes."""
     started = time.process_time()
     text = extract_html(b"<p " + b"a" * 50_000_000 + b">" + FILLER.encode()).text
     assert time.process_time() - started < 10
