@@ -25,7 +25,7 @@ PIPELINE_MUTANTS = [
         "/ max(num_targets, 1)", "/ 1", "pp=2",
     ),
     Mutant(
-        "gradients wiped between micro-batches", f"{PIPELINE}.run_stage", "ctx.token_ids = batch.token_ids",
+        "a stage wipes gradients between micro-batches", f"{PIPELINE}.run_stage", "ctx.token_ids = batch.token_ids",
         "ctx.token_ids = batch.token_ids; self.layout.model.zero_grad()", "pp=2", SGD64, 3,
     ),
     Mutant(
