@@ -1,7 +1,8 @@
 """F1 of extracted pages against their main text, known from the generator's own markup, for five generators.
 
 The threshold of html_process (min_main_share) was set on python3-doc, cmake-doc, python-django-doc and git-doc; these
-five are others, though the curve over all nine had been seen. The truth is the text of the generator's content element, its navigation taken out.
+five are others, though the curve over all nine had been seen. The truth is the text of the generator's content element,
+its navigation taken out.
 """
 
 import re
