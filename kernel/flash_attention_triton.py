@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack
 from torch.autograd.function import once_differentiable
-from torch.nn import Parameter
 
 from configs.errors import UserError
 from kernel.flash_attention_ranges import KeyRanges, cu_seqlens_ranges, document_ranges, offset_ranges
+from kernel.flash_attention_triton_forward import forward_kernel
 from kernel.flash_attention_triton_launch import CAUSAL, NO_MASK, RANGES, Attention, run_backward, run_forward
+from kernel.operator_inputs import is_interpreted, is_traced
 
 HEAD_DIMS = (32, 64, 80, 96, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -69,11 +69,6 @@ def flash_attention(
     return (out[0] if packed else out), lse
 
 
-def is_traced(q: Tensor) -> bool:
-    """Whether somebody must see an operator: torch.compile, a subclass (FakeTensor), or a mode of dispatch."""
-    return torch.compiler.is_compiling() or type(q) not in (Tensor, Parameter) or _len_torch_dispatch_stack() > 0
-
-
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float) -> None:
     """One line for each rule that the kernels rely on."""
     if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
@@ -91,7 +86,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float) 
         raise UserError(f"dtypes {q.dtype}, {k.dtype}, {v.dtype} must be one of bfloat16, float16, float32; cast them")
     if not (q.device == k.device == v.device):
         raise UserError(f"devices {q.device}, {k.device}, {v.device} must be one; move q, k and v together")
-    if not (q.is_cuda or type(run_kernel_kind()).__name__ == "InterpretedFunction"):
+    if not (q.is_cuda or is_interpreted(forward_kernel)):
         raise UserError(
             "attention=triton needs a CUDA device; use attention=sdpa on CPU, or TRITON_INTERPRET=1 to test"
         )
@@ -99,12 +94,6 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float) 
         raise UserError("the last dimension of q, k and v must be contiguous; call .contiguous() first")
     if not scale > 0 or softcap < 0:
         raise UserError(f"scale={scale} must be above 0 and softcap={softcap} at least 0; use such values")
-
-
-def run_kernel_kind():
-    from kernel.flash_attention_triton_forward import forward_kernel
-
-    return forward_kernel
 
 
 def resolve_mask(mask: AttentionMask, q: Tensor, k: Tensor) -> tuple[list[Tensor], int, int]:

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from configs.errors import UserError
-from kernel.flash_attention_triton import DTYPES, HEAD_DIMS, is_traced, run_kernel_kind
+from kernel.flash_attention_triton import DTYPES, HEAD_DIMS
 from kernel.flash_attention_triton_decode_kernels import merge_kernel, split_kernel
 from kernel.flash_attention_triton_launch import LOG2E, num_blocks, num_processors, padded_dim, precision
 from kernel.flash_attention_triton_tuning import Tuner, make_key, shared_tuner
 from kernel.launch_cache import cached
+from kernel.operator_inputs import is_interpreted, is_traced
 
 MIN_ROWS = 16  # of a tile of queries: the least that tl.dot takes
 MAX_ROWS = 64
@@ -124,7 +125,7 @@ def check_decode_inputs(q: Tensor, k: Tensor, v: Tensor, lens: Tensor, table: Te
     tensors = [q, k, v, lens] + ([] if table is None else [table])
     if any(x.device != q.device for x in tensors):
         raise UserError(f"devices {', '.join(str(x.device) for x in tensors)} must be one; move the tensors together")
-    if not (q.is_cuda or type(run_kernel_kind()).__name__ == "InterpretedFunction"):
+    if not (q.is_cuda or is_interpreted(split_kernel)):
         raise UserError("flash_attention_decode needs a CUDA device; use attention=sdpa on CPU, or TRITON_INTERPRET=1")
     if q.stride(-1) != 1 or k.stride(-1) != 1:
         raise UserError("the last dimension of q and the caches must be contiguous; call .contiguous() first")

@@ -1,4 +1,4 @@
-"""What the fused operations ask of their tensors before a launch, in one line each, and how a call reaches a kernel.
+"""What the operations ask of their tensors before a launch, in one line each, and how a call reaches a kernel.
 
 An eager call goes through a plain autograd.Function; torch.compile, FakeTensor and dispatch modes must see a node of
 torch.library, whose Python layers cost an eager call some 300 us (docs/kernels.md).
