@@ -33,7 +33,8 @@ class Tokenizer:
     """A byte-level BPE tokenizer, made from the bytes of its tokenizer.json.
 
     errors="replace" turns lone surrogates into U+FFFD and counts them in counts["replaced_characters"];
-    errors="strict" refuses them with UserError.
+    errors="strict" refuses them with UserError. Bytes that a foreign vocabulary lacks are left out likewise, as
+    `tokenizers` does, and counted in counts["dropped_bytes"].
     """
 
     def __init__(self, content: bytes, errors: str = "replace", where: str = "tokenizer.json"):
@@ -147,6 +148,8 @@ class Tokenizer:
 
     def _clean(self, text: str) -> str:
         """The text without lone surrogates, and in the normal form that the tokenizer asks for."""
+        if self.model.missing_bytes:
+            self._count_dropped(text)
         if text.isascii():
             return text
         text, replaced = SURROGATE.subn("\ufffd", text)
@@ -155,6 +158,15 @@ class Tokenizer:
         if replaced:
             self.counts["replaced_characters"] += replaced
         return unicodedata.normalize(self.model.normalizer, text) if self.model.normalizer else text
+
+    def _count_dropped(self, text: str) -> None:
+        """Count, or refuse, the bytes of a text that the vocabulary has no token for and that encoding leaves out."""
+        data = text.encode("utf-8", "surrogatepass")
+        dropped = len(data) - len(data.translate(None, self.model.missing_bytes))
+        if dropped and self.errors == "strict":
+            raise UserError(f"the text holds {dropped} bytes that the vocabulary lacks; mend it or set errors=replace")
+        if dropped:
+            self.counts["dropped_bytes"] += dropped
 
     def _segments(self, text: str, allowed: Allowed) -> Iterator[tuple[int | None, str]]:
         """The text cut at its allowed special tokens: (None, ordinary text) and (id, "")."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from configs.errors import UserError
-from llm.bpe_tokenizer_pattern import PATTERNS
+from llm.bpe_tokenizer_pattern import PATTERNS, SMOLLM
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>")
@@ -26,7 +26,8 @@ class BpeModel:
     special_tokens: dict[str, int]
     normalizer: str | None = None  # "NFC" or None
     ignore_merges: bool = False  # a piece that is a token is that token, whatever the merges say
-    byte_ids: list[int] = field(default_factory=list)  # the id of each byte
+    byte_ids: list[int] = field(default_factory=list)  # the id of each byte; -1: the vocabulary lacks it
+    missing_bytes: bytes = b""  # these: SmolLM's has no token for 21 bytes that its training text did not hold
 
 
 def byte_to_char() -> list[str]:
@@ -116,7 +117,8 @@ def parse_tokenizer_json(content: bytes, where: str) -> BpeModel:
     _require(kind == "BPE" and isinstance(vocab, dict), where, f"model type {kind!r}", "only BPE is read")
     for name in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
         _require(not model.get(name), where, f"model.{name}={model.get(name)!r}", "byte-level BPE has none")
-    _require(all(char in vocab for char in BYTE_CHARS), where, "a vocabulary without all 256 bytes", "add them")
+    printable = all(BYTE_CHARS[byte] in vocab for byte in range(0x20, 0x7F))
+    _require(printable, where, "a vocabulary without the bytes of ASCII", "byte-level BPE has them")
     added = {token["content"]: token["id"] for token in value.get("added_tokens") or []}
     size = 1 + max(*vocab.values(), *added.values(), 0)
     token_bytes = [b""] * size
@@ -132,7 +134,8 @@ def parse_tokenizer_json(content: bytes, where: str) -> BpeModel:
         added,
         _parse_normalizer(value.get("normalizer"), where),
         bool(model.get("ignore_merges")),
-        [vocab[char] for char in BYTE_CHARS],
+        [vocab.get(char, -1) for char in BYTE_CHARS],
+        bytes([byte for byte in range(256) if BYTE_CHARS[byte] not in vocab]),
     )
 
 
@@ -165,16 +168,21 @@ def _parse_merges(merges: list, vocab: dict[str, int], where: str) -> list[tuple
 
 
 def _parse_pattern(pre_tokenizer: dict | None, where: str) -> str:
-    """The split pattern of a ByteLevel pre-tokenizer, or of a Split followed by one."""
+    """The split pattern of a ByteLevel pre-tokenizer, or of a Split or single Digits followed by one."""
     steps = (pre_tokenizer or {}).get("pretokenizers") or [pre_tokenizer or {}]
     kinds = [step.get("type") for step in steps]
-    _require(kinds in (["ByteLevel"], ["Split", "ByteLevel"]), where, f"pre-tokenizer {kinds}", "not read here")
+    read = (["ByteLevel"], ["Split", "ByteLevel"], ["Digits", "ByteLevel"])
+    _require(kinds in read, where, f"pre-tokenizer {kinds}", "not read here")
     byte_level = steps[-1]
     _require(not byte_level.get("add_prefix_space"), where, "add_prefix_space=true", "decoding would not give the text")
     if len(steps) == 1:
         _require(byte_level.get("use_regex", True), where, "no split pattern", "one is needed")
         return PATTERNS["gpt2"]
     split = steps[0]
+    if kinds[0] == "Digits":
+        single = split.get("individual_digits") and byte_level.get("use_regex", True)
+        _require(bool(single), where, "Digits in groups, or without GPT-2's pattern", "only single digits are read")
+        return SMOLLM
     _require(
         split.get("behavior") == "Isolated" and not split.get("invert") and "Regex" in split["pattern"],
         where,

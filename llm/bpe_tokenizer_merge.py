@@ -52,7 +52,7 @@ class MergeTable:
         for index, piece in enumerate(pieces):
             by_length.setdefault(len(piece), []).append(index)
         for length, indices in by_length.items():
-            if length > MATRIX_MAX_BYTES or len(indices) < MATRIX_MIN_ROWS:
+            if not 0 < length <= MATRIX_MAX_BYTES or len(indices) < MATRIX_MIN_ROWS:
                 for index in indices:
                     results[index] = self.merge_one(pieces[index])
             else:

@@ -1,6 +1,6 @@
 """How text is split into pieces before merging, and where a stream may be cut without changing the pieces.
 
-The patterns are those of GPT-2 and GPT-4 (cl100k), as published with tiktoken, and those of Llama 3, Qwen 2 and
+The patterns are those of GPT-2 and GPT-4 (cl100k), as published with tiktoken, and those of Llama 3, Qwen 2, SmolLM and
 GPT-4o for tokenizers loaded from elsewhere. ASCII text goes through the standard `re` with the classes spelled out in
 ASCII, which finds the same pieces about twice as fast as `regex` does, and for GPT-2's pattern through NumPy
 (bpe_tokenizer_ascii); only the stretch around other characters, from a safe space to a safe space, goes through
@@ -22,7 +22,10 @@ PATTERNS = {
     "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     "gpt4": _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
-_QWEN2 = PATTERNS["gpt4"].replace(r"\p{N}{1,3}", r"\p{N}")
+QWEN2 = PATTERNS["gpt4"].replace(r"\p{N}{1,3}", r"\p{N}")
+# SmolLM and StarCoder cut out each digit first and then apply GPT-2's pattern to what stands between digits. In one
+# pattern: a digit is a piece, and white space before a digit is like white space at the end of a text.
+SMOLLM = r"\p{N}|'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _GPT4O = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
@@ -30,7 +33,7 @@ _GPT4O = (
 )
 # Patterns whose pieces never run on from a character that is not white space into a space, and which look at most
 # three characters beyond a piece that no run of white space or of one class is cut from: these can be cut.
-CUTTABLE = {*PATTERNS.values(), _QWEN2, _GPT4O}
+CUTTABLE = {*PATTERNS.values(), QWEN2, SMOLLM, _GPT4O}
 LOOKAHEAD = 3  # characters: a lone apostrophe may still become 'll
 
 _ASCII_CLASSES = {

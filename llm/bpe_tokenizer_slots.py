@@ -29,6 +29,7 @@ class SlotTable:
 
     def __init__(self, model: BpeModel, merges: MergeTable):
         self.merges = merges
+        self.missing = model.missing_bytes
         self.whole = _whole_tokens(model) if model.ignore_merges else {}
         self.forget()
 
@@ -62,6 +63,8 @@ class SlotTable:
         """Merge the pieces that got a slot since the last call; True when one of them is too long to keep."""
         new = list(islice(reversed(self.slots), len(self.slots) - self.num_slots))[::-1]
         encoded = [piece.encode("utf-8") for piece in new]
+        if self.missing:  # dropped before merging, as `tokenizers` does: their neighbours may merge
+            encoded = [piece.translate(None, self.missing) for piece in encoded]
         if self.whole:
             results = [[self.whole[p]] if p in self.whole else None for p in encoded]
             merged = iter(self.merges.merge_pieces([p for p in encoded if p not in self.whole]))
@@ -73,8 +76,8 @@ class SlotTable:
 
     def _store(self, results: list[list[int]]) -> None:
         lengths = np.fromiter(map(len, results), dtype=np.int64, count=len(results))
-        first = np.fromiter([ids[0] for ids in results], dtype=np.int32, count=len(results))
-        many = np.flatnonzero(lengths > 1)
+        first = np.fromiter([ids[0] if ids else 0 for ids in results], dtype=np.int32, count=len(results))
+        many = np.flatnonzero(lengths != 1)  # none: every byte of the piece was missing
         sizes = lengths[many] + 1
         places = self.num_flat + np.cumsum(sizes) - sizes
         first[many] = -1 - places
