@@ -118,7 +118,8 @@ class ScaledDotProductAttention(nn.Module):
         self.backend = backend
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, ctx: BlockContext) -> tuple[Tensor, Tensor | None]:
-        return BACKENDS[self.backend](q, k, v, ctx)
+        attend = BACKENDS[self.backend] if ctx.attend is None else ctx.attend
+        return attend(q, k, v, ctx)
 
 
 class MultiHeadAttention(nn.Module):
@@ -239,7 +240,7 @@ class Transformer(nn.Module):
         for block in self.blocks.values():
             x = block(x, ctx)
         if ctx.cache is not None:
-            ctx.cache.advance(x.shape[1])
+            ctx.cache.advance(ctx.token_positions.shape[1])
         if self.norm is None:
             return x.stream + x.update if isinstance(x, Pending) else x
         return self.norm.with_stream(*read(x))[0]

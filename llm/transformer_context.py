@@ -1,5 +1,6 @@
 """What every block of one forward pass needs to know about its tokens, built once a batch."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,13 +27,14 @@ class BlockContext:
     share: under context parallelism what attention needs to reach the other ranks' tokens (llm/parallelize_context);
         the masks are then in it.
     token_ids: (B, T) int64, for pipeline stages, which get states in their place.
+    attend: attention over the engine's pages in place of the model's own backend, or None.
     """
 
     token_positions: Tensor
     doc_ids: Tensor | None = None
     cu_seqlens: Tensor | None = None
     max_seqlen: int | None = None
-    cache: KVCache | None = None
+    cache: Any = None  # KVCache, or llm.engine_cache.StepCache
     keys: tuple[Tensor, Tensor, int] | None = None
     cache_lens: Tensor | None = None
     mask: Tensor | None = None
@@ -40,6 +42,7 @@ class BlockContext:
     rope: tuple[Tensor, Tensor] | None = None
     share: Any = None
     token_ids: Tensor | None = None
+    attend: Callable | None = None
 
 
 def document_starts(doc_ids: Tensor) -> Tensor:

@@ -35,6 +35,9 @@ FP64_ADAMW = 1e-9
 # each in an update, three updates that are as large as the weights.
 MUON_STEPS = 3e-2
 
+# A sampled token's log-probability from the engine against one full forward pass in float32 (the engine issue's bound).
+ENGINE_LOG_PROBS = 1e-5
+
 # Words of extracted pages against their known main text (F1 of bags of words), as the data issue asks for.
 HTML_F1 = 0.92
 # Personal data found among made-up addresses and numbers, as the data issue asks for.

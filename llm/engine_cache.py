@@ -1,0 +1,158 @@
+"""The paged key-value cache, and attention of a step's tokens over it.
+
+A step's tokens lie in one row (1, N): first one token of each decoding request, then pieces of prompts. Each layer
+writes all their keys and values into pages, then decoding tokens attend through the block tables and each piece attends
+to its own request's tokens. On a GPU that is flash_attention_decode for the first and flash_attention over keys packed
+request after request for the second; elsewhere plain PyTorch on gathered pages.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from llm.transformer_context import BlockContext
+
+KERNEL_HEAD_DIMS = (32, 64, 80, 96, 128, 256)
+
+
+class PagedCache:
+    """Keys and values of all layers, each (pages, page_size, K, D) with K the kv heads of this rank."""
+
+    def __init__(self, num_layers: int, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device):
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.page_size = shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        return 2 * len(self.keys) * self.keys[0].numel() * self.keys[0].element_size()
+
+    def write(self, layer: int, k: Tensor, v: Tensor, places: Tensor) -> None:
+        """Store k and v (N, K, D) at `places` (N,) int64: page * page_size + offset."""
+        self.keys[layer].flatten(0, 1).index_copy_(0, places, k.to(self.keys[layer].dtype))
+        self.values[layer].flatten(0, 1).index_copy_(0, places, v.to(self.values[layer].dtype))
+
+    def read(self, layer: int, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values (..., K, D) of the tokens at `places` (...)."""
+        return self.keys[layer].flatten(0, 1)[places], self.values[layer].flatten(0, 1)[places]
+
+
+@dataclass
+class DecodeRows:
+    """The decoding tokens of a step: one a row, `lens` (B,) int32 tokens each with itself, `tables` (B, P) int32.
+
+    max_len: no row is longer, which the host knows where no graph is captured; pages beyond it are not gathered.
+    """
+
+    lens: Tensor
+    tables: Tensor
+    max_len: int
+
+
+@dataclass
+class PromptPieces:
+    """The prompt tokens of a step: piece i has tokens offsets[i] .. offsets[i + 1] and sees `places[i]`'s keys.
+
+    places: of each request's tokens so far, the piece's own included, (S_i,) int64. packed: the same one after the
+    other for the kernel, or None where no piece has earlier tokens and the step's own keys are all there are.
+    """
+
+    offsets: list[int]
+    places: list[Tensor]
+    packed: Tensor | None
+    ranges: object = None  # kernel.flash_attention_ranges.KeyRanges, for the kernel
+
+
+@dataclass
+class StepCache:
+    """What BlockContext.cache is in the engine: where a step's tokens go, and what they attend to."""
+
+    cache: PagedCache
+    places: Tensor  # (N,) int64
+    decode: DecodeRows | None
+    prompts: PromptPieces | None
+    use_kernels: bool
+
+    def update(self, layer: int, k: Tensor, v: Tensor, token_positions: Tensor) -> tuple[tuple, tuple]:
+        """Store k and v (1, N, K, D); what `attend` gets in their place is (layer, k) and (layer, v)."""
+        self.cache.write(layer, k[0], v[0], self.places)
+        return (layer, k), (layer, v)
+
+    def advance(self, num_tokens: int) -> None:
+        """Nothing: the scheduler counts."""
+
+    def attend(self, q: Tensor, k: tuple, v: tuple, ctx: BlockContext) -> tuple[Tensor, None]:
+        """q (1, N, H, D) over the pages -> (1, N, H, D)."""
+        layer, num_decoding = k[0], 0 if self.decode is None else self.decode.lens.shape[0]
+        if self.prompts is None:
+            return self.attend_decode(layer, q[0])[None], None
+        if self.decode is None:
+            return self.attend_prompts(layer, q[0], k[1][0], v[1][0])[None], None
+        decoded = self.attend_decode(layer, q[0, :num_decoding])  # (B, H, D)
+        k_new, v_new = k[1][0, num_decoding:], v[1][0, num_decoding:]
+        return torch.cat((decoded, self.attend_prompts(layer, q[0, num_decoding:], k_new, v_new)))[None], None
+
+    def attend_decode(self, layer: int, q: Tensor) -> Tensor:
+        """One token a row, q (B, H, D) -> (B, H, D)."""
+        rows = self.decode
+        if self.use_kernels:
+            from kernel.flash_attention_triton_decode import DecodeOptions, flash_attention_decode
+
+            options = DecodeOptions(max_length=rows.max_len)
+            pages = self.cache.keys[layer], self.cache.values[layer]
+            return flash_attention_decode(q[:, None], *pages, rows.lens, rows.tables, options)[0][:, 0]
+        return gathered_decode(q, *self.gather_rows(layer, q.dtype), rows.lens)
+
+    def gather_rows(self, layer: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The pages of each decoding row side by side: (B, S, K, D)."""
+        tables = self.decode.tables[:, : -(-self.decode.max_len // self.cache.page_size)]
+        return tuple(pages[layer][tables].flatten(1, 2).to(dtype) for pages in (self.cache.keys, self.cache.values))
+
+    def attend_prompts(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Pieces of prompts, q (M, H, D) with their own keys k and v (M, K, D) -> (M, H, D)."""
+        pieces = self.prompts
+        if self.use_kernels:
+            from kernel.flash_attention_triton import AttentionMask, flash_attention
+
+            if pieces.packed is not None:
+                k, v = self.cache.read(layer, pieces.packed)  # (S, K, D)
+            return flash_attention(q[None], k[None], v[None], AttentionMask(ranges=pieces.ranges))[0][0]
+        outs = []
+        for index, places in enumerate(pieces.places):
+            first, end = pieces.offsets[index], pieces.offsets[index + 1]
+            keys, values = k[first:end], v[first:end]
+            if len(places) > end - first:
+                keys, values = (x.to(q.dtype) for x in self.cache.read(layer, places))  # (S, K, D)
+            outs.append(causal_piece(q[first:end], keys, values))
+        return torch.cat(outs)
+
+
+def gathered_decode(q: Tensor, k: Tensor, v: Tensor, lens: Tensor) -> Tensor:
+    """q (B, H, D) over the first lens (B,) of k and v (B, S, K, D) -> (B, H, D).
+
+    The query heads of a kv head stand in for query tokens, so keys are read once and not repeated.
+    """
+    (B, H, D), (S, K) = q.shape, k.shape[1:3]
+    mask = None
+    if B > 1 or lens.device.type != "cpu" or int(lens[0]) != S:
+        mask = (torch.arange(S, device=q.device) < lens[:, None])[:, None, None]  # (B, 1, 1, S)
+    out = F.scaled_dot_product_attention(
+        q.reshape(B, K, H // K, D), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=1 / math.sqrt(D)
+    )
+    return out.reshape(B, H, D)
+
+
+def causal_piece(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q (T, H, D), the last T tokens of those whose keys are k and v (S, K, D) -> (T, H, D)."""
+    (T, H, _), (S, K) = q.shape, k.shape[:2]
+    if H != K:
+        k, v = k.repeat_interleave(H // K, dim=1), v.repeat_interleave(H // K, dim=1)  # (S, H, D)
+    mask = None
+    if 1 < T < S:
+        mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # (1, H, T or S, D)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=T == S and T > 1)
+    return out[0].transpose(0, 1)  # (T, H, D)

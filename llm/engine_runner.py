@@ -1,0 +1,206 @@
+"""The device's side of the engine: tables, settings and last tokens of every slot, and the launch of a planned step.
+
+The host never waits for a token to launch the next step: sampled ids stay on the device in `last_tokens`, where the
+next step finds them, and their copies for the host are read one step later.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llm.engine_cache import KERNEL_HEAD_DIMS, DecodeRows, PagedCache, PromptPieces, StepCache
+from llm.engine_config import EngineConfig
+from llm.engine_sampling import Sampled, SamplingMode, SlotSettings, penalise_rows, sample_rows
+from llm.engine_scheduler import Request, Segment, StepPlan
+from llm.sampling import ban_tokens
+from llm.transformer import Transformer
+from llm.transformer_context import BlockContext
+
+
+@dataclass
+class Launch:
+    """A step under way: its sampled requests in order, and what the host will read of them."""
+
+    requests: list[Request]
+    weight_version: int
+    packed: Tensor  # (R, 3) float64 on the host: ids, log-probabilities, kept masses
+    alternatives: tuple[Tensor, Tensor] | None  # (R, n) ids and log-probabilities on the host
+    done: torch.cuda.Event | None = None
+
+    def wait(self) -> None:
+        if self.done is not None:
+            self.done.synchronize()
+
+
+class EngineRunner:
+    """Runs the steps that the scheduler plans. Slot `max_running` is nobody's: padded rows use it."""
+
+    def __init__(self, model: Transformer, config: EngineConfig):
+        self.model, self.config = model, config
+        weight = model.output.weight
+        self.device, self.dtype = weight.device, weight.dtype
+        self.spare_slot = config.max_running
+        self.use_kernels = kernels_run(model, self.device)
+        self.max_len = config.sequence_limit(model.config)
+        attention = model.blocks["0"].attention
+        kv_heads = attention.k_proj.weight.shape[0] // attention.head_dim  # of this rank
+        shape = (config.page_size, kv_heads, attention.head_dim)
+        bytes_per_page = 2 * model.config.num_layers * int(np.prod(shape)) * weight.element_size()
+        self.num_pages = config.count_pages(model.config, bytes_per_page, self.device)
+        self.cache = PagedCache(model.config.num_layers, (self.num_pages, *shape), self.dtype, self.device)
+        slots, columns = config.max_running + 1, -(-self.max_len // config.page_size)
+        self.tables = torch.zeros(slots, columns, dtype=torch.int32, device=self.device)
+        self.last_tokens = torch.zeros(slots, dtype=torch.int64, device=self.device)
+        self.settings = SlotSettings.make(slots, self.device)
+        self.seen: Tensor | None = None  # (slots, V) bool, made when a request has a repetition penalty
+        self.page_changes: list[tuple[int, int]] = []  # flat index of the tables, page
+
+    def on_page(self, slot: int, column: int, page: int) -> None:
+        """A page of a slot, to be sent with the next step."""
+        self.page_changes.append((slot * self.tables.shape[1] + column, page))
+
+    def upload(self, values: np.ndarray) -> Tensor:
+        """A host array to the device without waiting for it."""
+        host = torch.from_numpy(values)
+        return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
+
+    def prepare(self, admitted: list[Request]) -> None:
+        """Send what changed since the last step: pages, and the settings of newly admitted requests."""
+        if self.page_changes:
+            changes = self.upload(np.array(self.page_changes, dtype=np.int64).T.copy())  # (2, n)
+            self.tables.view(-1)[changes[0]] = changes[1].int()
+            self.page_changes.clear()
+        if not admitted:
+            return
+        slots = self.upload(np.array([request.slot for request in admitted], dtype=np.int64))
+        self.settings.set(slots, [request.params.sampling for request in admitted])
+        for request in admitted:
+            if request.params.sampling.repetition_penalty != 1.0:
+                self.note_prompt(request)
+
+    def note_prompt(self, request: Request) -> None:
+        """Mark the tokens that a request has so far in its slot's row of `seen`."""
+        if self.seen is None:
+            shape = (self.config.max_running + 1, self.model.config.vocab_size)
+            self.seen = torch.zeros(shape, dtype=torch.bool, device=self.device)
+        self.seen[request.slot] = False
+        self.seen[request.slot, self.upload(np.array(request.known_ids(), dtype=np.int64))] = True
+
+    def launch(self, plan: StepPlan, admitted: list[Request], weight_version: int) -> Launch:
+        """Start a step; returns before the device has run it."""
+        self.prepare(admitted)
+        sampled = plan.sampled
+        logits = self.logits(plan)  # (R, V)
+        slots, uniforms = self.row_inputs(sampled)
+        result = self.sample(logits, sampled, slots, uniforms)
+        return self.fetch(result, sampled, weight_version)
+
+    def row_inputs(self, requests: list[Request]) -> tuple[Tensor, Tensor]:
+        """Slots (R,) int64 and uniforms (R,) float64 of the rows to sample; the number drawn is the one planned."""
+        numbers = np.array([[r.slot for r in requests], [0] * len(requests)], dtype=np.int64)  # (2, R)
+        numbers[1].view(np.float64)[:] = [request.uniform_of(request.num_launched - 1) for request in requests]
+        rows = self.upload(numbers)
+        return rows[0], rows[1].view(torch.float64)
+
+    def logits(self, plan: StepPlan) -> Tensor:
+        """Run the model over a step's tokens: the scores (R, V) of the rows that sample."""
+        token_ids, positions, cache = self.step_inputs(plan)
+        ctx = BlockContext(token_positions=positions[None], cache=cache, attend=cache.attend)
+        hidden = self.model.hidden_states(token_ids[None], ctx)  # (1, N, C)
+        if plan.segments:
+            hidden = hidden[:, self.upload(np.array(sampling_rows(plan), dtype=np.int64))]  # (1, R, C)
+        return self.model.output(hidden)[0]  # (R, V)
+
+    def step_inputs(self, plan: StepPlan) -> tuple[Tensor, Tensor, StepCache]:
+        """Token ids (N,), positions (N,) and the cache of a step's tokens."""
+        page_size = self.config.page_size
+        parts, decode, pieces = [], None, None
+        if plan.decode:
+            lens = [request.num_computed for request in plan.decode]
+            rows = self.upload(np.array([[r.slot for r in plan.decode], lens], dtype=np.int64))  # (2, B)
+            slots, positions = rows[0], rows[1] - 1
+            decode = DecodeRows(rows[1].int(), self.tables[slots], max(lens))
+            pages = decode.tables.gather(1, (positions // page_size)[:, None])[:, 0].long()
+            parts.append((self.last_tokens[slots], positions, pages * page_size + positions % page_size))
+        if plan.segments:
+            inputs, pieces = self.prompt_inputs(plan.segments)
+            parts.append(inputs)
+        token_ids, positions, places = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        return token_ids, positions, StepCache(self.cache, places, decode, pieces, self.use_kernels)
+
+    def prompt_inputs(self, segments: list[Segment]) -> tuple[Tensor, PromptPieces]:
+        """(3, M) token ids, positions and places of pieces of prompts, and what they attend to."""
+        page_size, columns, histories, offsets = self.config.page_size, [], [], [0]
+        for segment in segments:
+            end = segment.start + len(segment.token_ids)
+            every = np.arange(end)
+            pages = np.array(segment.request.pages, dtype=np.int64)
+            places = pages[every // page_size] * page_size + every % page_size  # (end,)
+            columns.append(np.stack((segment.token_ids, every[segment.start :], places[segment.start :])))
+            histories.append(places)
+            offsets.append(offsets[-1] + len(segment.token_ids))
+        inputs = self.upload(np.concatenate(columns, axis=1))  # (3, M)
+        if not self.use_kernels:
+            return inputs, PromptPieces(offsets, [torch.from_numpy(places) for places in histories], None)
+        return inputs, self.packed_pieces(segments, offsets, histories)
+
+    def packed_pieces(self, segments: list[Segment], offsets: list[int], histories: list[np.ndarray]) -> PromptPieces:
+        """The pieces as flash_attention takes them: keys packed request after request, an interval a query."""
+        from kernel.flash_attention_ranges import ranges_from_keys
+
+        lows, highs, first = [], [], 0
+        for segment, places in zip(segments, histories, strict=True):
+            count = len(segment.token_ids)
+            lows.append(np.full(count, first))
+            highs.append(first + 1 + np.arange(segment.start, segment.start + count))
+            first += len(places)
+        bounds = self.upload(np.stack((np.concatenate(lows), np.concatenate(highs))).astype(np.int32))  # (2, M)
+        earlier = any(segment.start for segment in segments)
+        packed = self.upload(np.concatenate(histories)) if earlier else None
+        return PromptPieces(offsets, [], packed, ranges_from_keys(bounds[:1], bounds[1:], first))
+
+    def sample(self, logits: Tensor, requests: list[Request], slots: Tensor, uniforms: Tensor) -> Sampled:
+        """The next token of each row (R, V), also written where the next step and the penalties look for it."""
+        scores = logits[:, : self.config.num_ids].float()
+        settings = self.settings.rows(slots)
+        configs = [request.params.sampling for request in requests]
+        if any(config.repetition_penalty != 1.0 for config in configs):
+            scores = penalise_rows(scores, self.seen[slots][:, : scores.shape[1]], settings.penalty)
+        if any(request.ngrams is not None for request in requests):
+            banned = [request.ngrams.banned() if request.ngrams is not None else set() for request in requests]
+            scores = ban_tokens(scores, banned)
+        result = sample_rows(scores, settings, uniforms, SamplingMode.of(configs))
+        self.last_tokens[slots] = result.token_ids
+        if self.seen is not None:
+            self.seen[slots, result.token_ids] = True
+        return result
+
+    def fetch(self, result: Sampled, requests: list[Request], weight_version: int) -> Launch:
+        """Start the copies for the host."""
+        count = max((request.params.top_log_probs for request in requests), default=0)
+        alternatives = result.alternatives(count) if count else None
+        if self.device.type != "cuda":
+            return Launch(requests, weight_version, result.packed(), alternatives)
+        packed = result.packed().to("cpu", non_blocking=True)
+        if alternatives is not None:
+            alternatives = tuple(tensor.to("cpu", non_blocking=True) for tensor in alternatives)
+        done = torch.cuda.Event()
+        done.record()
+        return Launch(requests, weight_version, packed, alternatives, done)
+
+
+def kernels_run(model: Transformer, device: torch.device) -> bool:
+    """Whether the Triton attention kernels take this model on this device."""
+    return device.type == "cuda" and model.config.head_dim in KERNEL_HEAD_DIMS
+
+
+def sampling_rows(plan: StepPlan) -> list[int]:
+    """The rows of a step's tokens whose states become scores."""
+    rows, row = list(range(len(plan.decode))), len(plan.decode)
+    for segment in plan.segments:
+        row += len(segment.token_ids)
+        if segment.samples:
+            rows.append(row - 1)
+    return rows

@@ -1,0 +1,112 @@
+"""The next token of every row of a batch, each row by its own settings, with its exact log-probability.
+
+The filters are llm/sampling.py's, in its order; here each takes one value a row. A row's result does not depend on what
+the others ask for: a filter that only some need is computed for all and changes nothing where it is off.
+R rows, V ids. Log-probabilities and masses are of softmax(scores / temperature) after penalties and bans.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llm.sampling import BANNED, SamplingConfig, draw
+
+
+@dataclass
+class SlotSettings:
+    """The settings of every slot on the device, (slots,) each; `set` writes those of newly admitted requests."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    penalty: Tensor
+
+    @classmethod
+    def make(cls, num_slots: int, device: torch.device) -> "SlotSettings":
+        zeros = torch.zeros(num_slots, device=device)
+        return cls(zeros.clone(), zeros.long(), zeros + 1, zeros.clone(), zeros + 1)
+
+    def set(self, slots: Tensor, sampling: list[SamplingConfig]) -> None:
+        """slots (n,) int64 on the device."""
+        numbers = [[s.temperature, s.top_k, s.top_p, s.min_p, s.repetition_penalty] for s in sampling]
+        columns = torch.tensor(numbers, dtype=torch.float64).T.to(slots.device)  # (5, n)
+        for target, column in zip(vars(self).values(), columns, strict=True):
+            target[slots] = column.to(target.dtype)
+
+    def rows(self, slots: Tensor) -> "SlotSettings":
+        return SlotSettings(*(values[slots] for values in vars(self).values()))
+
+
+@dataclass(frozen=True)
+class SamplingMode:
+    """What a step's requests need, known to the host: `draws` any temperature above 0, `truncates` any filter."""
+
+    draws: bool = False
+    truncates: bool = False
+
+    @classmethod
+    def of(cls, sampling: list[SamplingConfig]) -> "SamplingMode":
+        drawing = [s for s in sampling if s.temperature > 0]
+        return cls(bool(drawing), any(s.top_k or s.top_p < 1 or s.min_p > 0 for s in drawing))
+
+
+@dataclass
+class Sampled:
+    """token_ids (R,) int64, log_probs and kept_masses (R,) float32, log_norms (R,) of the scaled scores (R, V)."""
+
+    token_ids: Tensor
+    log_probs: Tensor
+    kept_masses: Tensor
+    scaled: Tensor
+    log_norms: Tensor
+
+    def packed(self) -> Tensor:
+        """(R, 3) float64: everything that the host reads of most rows, in one copy."""
+        return torch.stack((self.token_ids.double(), self.log_probs.double(), self.kept_masses.double()), dim=1)
+
+    def alternatives(self, count: int) -> tuple[Tensor, Tensor]:
+        """The `count` likeliest ids (R, count) and their log-probabilities, best first."""
+        values, ids = self.scaled.topk(min(count, self.scaled.shape[1]), dim=-1)
+        return ids, values - self.log_norms[:, None]
+
+
+def sample_rows(scores: Tensor, settings: SlotSettings, uniforms: Tensor, mode: SamplingMode) -> Sampled:
+    """Scores (R, V) float32 after penalties, settings of the R rows, uniforms (R,) float64 in [0, 1)."""
+    greedy = settings.temperature == 0
+    scaled = scores if not mode.draws else scores / torch.where(greedy, 1.0, settings.temperature)[:, None]
+    log_norms = torch.logsumexp(scaled, dim=-1)  # (R,)
+    token_ids = scaled.argmax(-1)
+    kept_masses = torch.ones_like(log_norms)
+    if mode.draws:
+        kept = scaled
+        if mode.truncates:
+            kept = truncate(scaled, settings)
+            masses = (torch.logsumexp(kept, dim=-1) - log_norms).exp()
+            kept_masses = torch.where(greedy | (kept == scaled).all(-1), 1.0, masses)
+        token_ids = torch.where(greedy, token_ids, draw(kept, uniforms))
+    log_probs = scaled.gather(1, token_ids[:, None])[:, 0] - log_norms
+    return Sampled(token_ids, log_probs, kept_masses, scaled, log_norms)
+
+
+def truncate(scaled: Tensor, settings: SlotSettings) -> Tensor:
+    """top-k, then top-p of what is left, then min-p, a value a row: banned scores become -inf, (R, V)."""
+    V = scaled.shape[1]
+    ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
+    last = torch.where(settings.top_k == 0, V, settings.top_k).clamp_max(V) - 1
+    smallest = ordered.gather(1, last[:, None])  # (R, 1): ties with the k-th stay
+    ordered = ordered.masked_fill(ordered < smallest, BANNED)
+    probabilities = ordered.softmax(-1)
+    before = probabilities.cumsum(-1) - probabilities  # the mass of the tokens above this one
+    dropped = (before >= settings.top_p[:, None]) & (settings.top_p < 1)[:, None]
+    dropped |= probabilities < settings.min_p[:, None] * probabilities[:, :1]
+    dropped |= ordered == BANNED
+    dropped[:, 0] = False  # rounding must not take the last token left
+    return scaled.masked_fill(torch.empty_like(dropped).scatter_(1, order, dropped), BANNED)
+
+
+def penalise_rows(scores: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
+    """Scores (R, V) of tokens in `seen` (R, V) bool, divided by a row's penalty (R,) if positive, else multiplied."""
+    penalty = penalty[:, None]
+    return torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)

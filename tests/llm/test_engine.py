@@ -1,0 +1,142 @@
+"""The engine against full recomputation without a cache: the same tokens and log-probabilities, whatever shares a step."""
+
+import pytest
+import torch
+
+from configs.errors import UserError
+from llm.args import ModelConfig, MoeConfig
+from llm.engine import Engine, EngineConfig, RequestParams
+from llm.sampling import SamplingConfig, min_p_filter, top_k_filter, top_p_filter
+from llm.transformer import Transformer
+from tests.tolerances import ENGINE_LOG_PROBS
+
+SMALL = dict(vocab_size=96, max_seq_len=64, d_model=32, num_layers=2, num_heads=4, d_ff=48)
+VARIANTS = {
+    "plain": {},
+    "gqa": dict(num_kv_heads=2),
+    "qwen2": dict(num_kv_heads=1, qkv_bias=True, tie_embeddings=True),
+    "qwen3": dict(num_kv_heads=2, head_dim=16, qk_norm=True),
+    "moe": dict(num_kv_heads=2, moe=MoeConfig(4, 2, 24)),
+}
+PROMPTS = [[5, 17, 80], [1], [9, 33, 2, 41, 8, 60, 7, 7, 12], [64, 3]] + [
+    [10 + i, 3, 50 - i] * (i + 1) for i in range(4)
+]
+GREEDY = SamplingConfig(temperature=0.0)
+CONFIG = EngineConfig(page_size=4, num_pages=64, max_running=8, prefill_chunk=8)
+
+
+def random_model(variant: str = "gqa", dtype: torch.dtype = torch.float32, seed: int = 0) -> Transformer:
+    """Weights far larger than at a real start: tokens then depend on the whole context, and ties do not occur."""
+    model = Transformer(ModelConfig(**(SMALL | VARIANTS[variant]))).to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            std = 0.6 if name.startswith("blocks") else 0.2  # else a tied output would repeat its input
+            parameter.normal_(1.0 if "norm" in name else 0.0, std, generator=generator)
+    return model.eval()
+
+
+def make_engine(model: Transformer, **changes) -> Engine:
+    return Engine(model, EngineConfig(**(vars(CONFIG) | changes)))
+
+
+@torch.no_grad()
+def greedy_without_cache(model: Transformer, prompt: list[int], num_tokens: int) -> list[int]:
+    """The definition: the whole row through the model for each new token."""
+    row = list(prompt)
+    for _ in range(num_tokens):
+        row.append(model(torch.tensor([row]))[0, -1].argmax().item())
+    return row[len(prompt) :]
+
+
+@torch.no_grad()
+def full_log_probs(model: Transformer, prompt: list[int], tokens: list[int], temperature: float = 1.0) -> list[float]:
+    """Of each token, from one forward pass over all of them."""
+    logits = model(torch.tensor([prompt + tokens]))[0, len(prompt) - 1 : -1].double()  # (T, V)
+    return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_greedy_tokens_and_log_probs_match_the_model_without_a_cache(variant):
+    model = random_model(variant)
+    expected = [greedy_without_cache(model, prompt, 20) for prompt in PROMPTS]
+    assert len({tuple(row[-8:]) for row in expected}) > 1, "the prompt must matter, or the test shows nothing"
+    completions = make_engine(model).generate(PROMPTS, RequestParams(GREEDY, max_new_tokens=20))
+    assert [completion.token_ids for completion in completions] == expected
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
+        exact = full_log_probs(model, prompt, completion.token_ids)
+        torch.testing.assert_close(completion.log_probs, exact, atol=ENGINE_LOG_PROBS, rtol=0)
+        assert completion.kept_masses == [1.0] * 20 and completion.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(num_pages=16),  # preemption: eight requests of up to 32 tokens want up to 64 pages of 4
+        dict(prefill_chunk=3, page_size=2, num_pages=128),
+        dict(max_running=1),
+        dict(prefix_sharing=False),
+    ],
+    ids=str,
+)
+def test_the_batch_does_not_change_a_requests_tokens(changes):
+    model = random_model()
+    expected = [greedy_without_cache(model, prompt, 20) for prompt in PROMPTS]
+    engine = make_engine(model, **changes)
+    completions = engine.generate(PROMPTS, RequestParams(GREEDY, max_new_tokens=20))
+    assert [completion.token_ids for completion in completions] == expected
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
+        exact = full_log_probs(model, prompt, completion.token_ids)
+        torch.testing.assert_close(completion.log_probs, exact, atol=ENGINE_LOG_PROBS, rtol=0)
+    assert (engine.stats().preemptions > 0) == (changes.get("num_pages") == 16)
+    assert engine.stats().pages_used == engine.stats().running == engine.stats().waiting == 0
+
+
+def test_requests_with_one_beginning_compute_it_once():
+    model = random_model()
+    start = [7, 3, 90, 41, 12, 77, 5, 5, 60]
+    prompts = [start + [i, i + 1] for i in range(6)] + [start]
+    engine = make_engine(model)
+    completions = engine.generate(prompts, RequestParams(GREEDY, max_new_tokens=10))
+    assert [c.token_ids for c in completions] == [greedy_without_cache(model, p, 10) for p in prompts]
+    assert engine.stats().shared_tokens == 6 * 8, "two full pages, which the first request computes for the others"
+    before = engine.stats().computed_tokens
+    engine.generate([start + completions[-1].token_ids[:4]], RequestParams(GREEDY, max_new_tokens=1))
+    assert engine.stats().computed_tokens - before == 1, "pages of generated tokens are found too"
+
+
+def test_sampling_settings_are_each_requests_own_and_log_probs_are_exact():
+    model = random_model()
+    settings = [
+        SamplingConfig(temperature=0.7, seed=3), SamplingConfig(temperature=1.3, top_k=5, seed=3),
+        SamplingConfig(top_p=0.6, seed=4), GREEDY, SamplingConfig(temperature=0.9, min_p=0.2, top_k=20, seed=5),
+        SamplingConfig(temperature=0.8, top_k=9, top_p=0.7, min_p=0.05, seed=6),
+    ]  # fmt: skip
+    params = [RequestParams(s, max_new_tokens=15, index=i) for i, s in enumerate(settings)]
+    together = make_engine(model).generate(PROMPTS[:6], params)
+    for prompt, own, completion in zip(PROMPTS, params, together, strict=False):
+        alone = make_engine(model).generate([prompt], [own])[0]
+        assert alone.token_ids == completion.token_ids
+        temperature = own.sampling.temperature or 1.0
+        exact = full_log_probs(model, prompt, completion.token_ids, temperature)
+        torch.testing.assert_close(completion.log_probs, exact, atol=ENGINE_LOG_PROBS, rtol=0)
+        with torch.no_grad():
+            row = torch.tensor([prompt + completion.token_ids])
+            logits = model(row)[0, len(prompt) - 1 : -1] / temperature
+        kept = top_p_filter(top_k_filter(logits, own.sampling.top_k), own.sampling.top_p)
+        kept = min_p_filter(kept, own.sampling.min_p)
+        masses = torch.where(kept == logits, logits.softmax(-1), 0.0).sum(-1)
+        if own.sampling.temperature == 0:
+            masses = torch.ones_like(masses)
+        torch.testing.assert_close(completion.kept_masses, masses.tolist(), atol=ENGINE_LOG_PROBS, rtol=0)
+
+
+def test_bad_requests_are_refused():
+    engine = make_engine(random_model(), num_pages=8)
+    for prompt, words in [
+        ([], "no tokens"), ([96], "token id 96 .* 0..95"), ([-1], "token id -1"), ([1] * 64, "64 tokens and max_seq_len"),
+        ([1] * 30, "may have 64 tokens and the cache holds 32"),
+    ]:  # fmt: skip
+        with pytest.raises(UserError, match=words):
+            engine.submit(prompt, RequestParams(GREEDY, max_new_tokens=40))
+    assert not engine.has_work
