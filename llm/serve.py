@@ -8,6 +8,7 @@ Settings: llm/serve_config.py. Routes: llm/serve_app.py. docs/serving.md says wh
 
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +61,14 @@ def make_service(config: ServeConfig, path: Path) -> Any:
 
     device = choose_device(config.device, local_rank=0)
     model, tokenizer, _ = load_model(path, device, choose_dtype(config.dtype, device))
-    engine = Engine(model, config.engine, tokenizer)
+    # Ids beyond the tokenizer's pad the model's vocabulary: nobody could read them.
+    settings = replace(config.engine, num_ids=config.engine.num_ids or tokenizer.vocab_size)
+    engine = Engine(model, settings, tokenizer)
     name = config.model_name or (Path(config.run).resolve().name if config.run else path.resolve().name)
     return Service(
         worker=EngineWorker(engine, config.engine.max_running + config.limits.max_waiting),
         prompt=load_chat_prompt(path, tokenizer, config.document_start),
-        bounds=Bounds(tokenizer.vocab_size, model.config.max_seq_len, config.limits),
+        bounds=Bounds(tokenizer.vocab_size, settings.sequence_limit(model.config), config.limits),
         model_name=name,
     )
 

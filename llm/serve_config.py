@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from configs.errors import UserError, check_choice, check_positive
-from llm.engine import EngineConfig
+from llm.engine_config import EngineConfig
 
 
 @dataclass
