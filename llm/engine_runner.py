@@ -12,8 +12,10 @@ from torch import Tensor
 
 from llm.engine_cache import KERNEL_HEAD_DIMS, DecodeRows, PagedCache, PromptPieces, StepCache
 from llm.engine_config import EngineConfig
+from llm.engine_graphs import DecodeGraphs
 from llm.engine_sampling import Sampled, SamplingMode, SlotSettings, penalise_rows, sample_rows
 from llm.engine_scheduler import Request, Segment, StepPlan
+from llm.engine_weights import fuse_model
 from llm.sampling import ban_tokens
 from llm.transformer import Transformer
 from llm.transformer_context import BlockContext
@@ -39,6 +41,8 @@ class EngineRunner:
 
     def __init__(self, model: Transformer, config: EngineConfig):
         self.model, self.config = model, config
+        if config.fuse:
+            fuse_model(model)
         weight = model.output.weight
         self.device, self.dtype = weight.device, weight.dtype
         self.spare_slot = config.max_running
@@ -56,6 +60,7 @@ class EngineRunner:
         self.settings = SlotSettings.make(slots, self.device)
         self.seen: Tensor | None = None  # (slots, V) bool, made when a request has a repetition penalty
         self.page_changes: list[tuple[int, int]] = []  # flat index of the tables, page
+        self.graphs = DecodeGraphs(self) if config.cuda_graph and self.device.type == "cuda" else None
 
     def on_page(self, slot: int, column: int, page: int) -> None:
         """A page of a slot, to be sent with the next step."""
@@ -92,43 +97,47 @@ class EngineRunner:
         """Start a step; returns before the device has run it."""
         self.prepare(admitted)
         sampled = plan.sampled
-        logits = self.logits(plan)  # (R, V)
-        slots, uniforms = self.row_inputs(sampled)
-        result = self.sample(logits, sampled, slots, uniforms)
+        rows = row_numbers(sampled)  # (3, R)
+        if self.graphs is not None and not plan.segments:
+            result = self.graphs.run(sampled, rows)
+        else:
+            rows = self.upload(rows)
+            result = self.sample(self.logits(plan, rows), sampled, rows)
         return self.fetch(result, sampled, weight_version)
 
-    def row_inputs(self, requests: list[Request]) -> tuple[Tensor, Tensor]:
-        """Slots (R,) int64 and uniforms (R,) float64 of the rows to sample; the number drawn is the one planned."""
-        numbers = np.array([[r.slot for r in requests], [0] * len(requests)], dtype=np.int64)  # (2, R)
-        numbers[1].view(np.float64)[:] = [request.uniform_of(request.num_launched - 1) for request in requests]
-        rows = self.upload(numbers)
-        return rows[0], rows[1].view(torch.float64)
-
-    def logits(self, plan: StepPlan) -> Tensor:
-        """Run the model over a step's tokens: the scores (R, V) of the rows that sample."""
-        token_ids, positions, cache = self.step_inputs(plan)
-        ctx = BlockContext(token_positions=positions[None], cache=cache, attend=cache.attend)
-        hidden = self.model.hidden_states(token_ids[None], ctx)  # (1, N, C)
-        if plan.segments:
-            hidden = hidden[:, self.upload(np.array(sampling_rows(plan), dtype=np.int64))]  # (1, R, C)
-        return self.model.output(hidden)[0]  # (R, V)
-
-    def step_inputs(self, plan: StepPlan) -> tuple[Tensor, Tensor, StepCache]:
-        """Token ids (N,), positions (N,) and the cache of a step's tokens."""
-        page_size = self.config.page_size
+    def logits(self, plan: StepPlan, rows: Tensor) -> Tensor:
+        """Run the model over a step's tokens: the scores (R, V) of the rows that sample, of which `rows` tells."""
         parts, decode, pieces = [], None, None
         if plan.decode:
-            lens = [request.num_computed for request in plan.decode]
-            rows = self.upload(np.array([[r.slot for r in plan.decode], lens], dtype=np.int64))  # (2, B)
-            slots, positions = rows[0], rows[1] - 1
-            decode = DecodeRows(rows[1].int(), self.tables[slots], max(lens))
-            pages = decode.tables.gather(1, (positions // page_size)[:, None])[:, 0].long()
-            parts.append((self.last_tokens[slots], positions, pages * page_size + positions % page_size))
+            longest = max(request.num_computed for request in plan.decode)
+            tokens, decode = self.decode_inputs(rows[:, : len(plan.decode)], longest)
+            parts.append(tokens)
         if plan.segments:
-            inputs, pieces = self.prompt_inputs(plan.segments)
-            parts.append(inputs)
-        token_ids, positions, places = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-        return token_ids, positions, StepCache(self.cache, places, decode, pieces, self.use_kernels)
+            tokens, pieces = self.prompt_inputs(plan.segments)
+            parts.append(tokens)
+        tokens = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]  # (3, N)
+        chosen = self.upload(np.array(sampling_rows(plan), dtype=np.int64)) if plan.segments else None
+        return self.scores(tokens, decode, pieces, chosen)
+
+    def scores(
+        self, tokens: Tensor, decode: DecodeRows | None, pieces: PromptPieces | None, chosen: Tensor | None
+    ) -> Tensor:
+        """The model over tokens (3, N), ids, positions and places: scores (R, V) of `chosen` (R,) or of all."""
+        cache = StepCache(self.cache, tokens[2], decode, pieces, self.use_kernels)
+        ctx = BlockContext(token_positions=tokens[1][None], cache=cache, attend=cache.attend)
+        hidden = self.model.hidden_states(tokens[0][None], ctx)  # (1, N, C)
+        if chosen is not None:
+            hidden = hidden[:, chosen]  # (1, R, C)
+        return self.model.output(hidden)[0]  # (R, V)
+
+    def decode_inputs(self, rows: Tensor, longest: int) -> tuple[Tensor, DecodeRows]:
+        """(3, B) ids, positions and places of decoding tokens, from `rows` (3, B): slots, lengths, uniforms."""
+        page_size = self.config.page_size
+        slots, positions = rows[0], rows[1] - 1
+        decode = DecodeRows(rows[1].int(), self.tables[slots], longest)
+        pages = decode.tables.gather(1, (positions // page_size)[:, None])[:, 0].long()
+        places = pages * page_size + positions % page_size
+        return torch.stack((self.last_tokens[slots], positions, places)), decode
 
     def prompt_inputs(self, segments: list[Segment]) -> tuple[Tensor, PromptPieces]:
         """(3, M) token ids, positions and places of pieces of prompts, and what they attend to."""
@@ -161,20 +170,24 @@ class EngineRunner:
         packed = self.upload(np.concatenate(histories)) if earlier else None
         return PromptPieces(offsets, [], packed, ranges_from_keys(bounds[:1], bounds[1:], first))
 
-    def sample(self, logits: Tensor, requests: list[Request], slots: Tensor, uniforms: Tensor) -> Sampled:
-        """The next token of each row (R, V), also written where the next step and the penalties look for it."""
+    def sample(self, logits: Tensor, requests: list[Request], rows: Tensor) -> Sampled:
+        """The next token of each row of logits (R, V), whose slots and uniforms are in `rows` (3, R)."""
         scores = logits[:, : self.config.num_ids].float()
-        settings = self.settings.rows(slots)
         configs = [request.params.sampling for request in requests]
         if any(config.repetition_penalty != 1.0 for config in configs):
-            scores = penalise_rows(scores, self.seen[slots][:, : scores.shape[1]], settings.penalty)
+            seen = self.seen[rows[0]][:, : scores.shape[1]]
+            scores = penalise_rows(scores, seen, self.settings.penalty[rows[0]])
         if any(request.ngrams is not None for request in requests):
             banned = [request.ngrams.banned() if request.ngrams is not None else set() for request in requests]
             scores = ban_tokens(scores, banned)
-        result = sample_rows(scores, settings, uniforms, SamplingMode.of(configs))
-        self.last_tokens[slots] = result.token_ids
+        return self.choose(scores, rows, SamplingMode.of(configs))
+
+    def choose(self, scores: Tensor, rows: Tensor, mode: SamplingMode) -> Sampled:
+        """Draw from scores (R, V) float32, and note the ids where the next step and the penalties look for them."""
+        result = sample_rows(scores, self.settings.rows(rows[0]), rows[2].view(torch.float64), mode)
+        self.last_tokens[rows[0]] = result.token_ids
         if self.seen is not None:
-            self.seen[slots, result.token_ids] = True
+            self.seen[rows[0], result.token_ids] = True
         return result
 
     def fetch(self, result: Sampled, requests: list[Request], weight_version: int) -> Launch:
@@ -189,6 +202,13 @@ class EngineRunner:
         done = torch.cuda.Event()
         done.record()
         return Launch(requests, weight_version, packed, alternatives, done)
+
+
+def row_numbers(requests: list[Request]) -> np.ndarray:
+    """(3, R) int64 of the rows that sample: slots, lengths so far, and the bits of the numbers to draw with."""
+    rows = np.array([[r.slot for r in requests], [r.num_computed for r in requests], [0] * len(requests)], np.int64)
+    rows[2].view(np.float64)[:] = [request.uniform_of(request.num_launched - 1) for request in requests]
+    return rows
 
 
 def kernels_run(model: Transformer, device: torch.device) -> bool:

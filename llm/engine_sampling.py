@@ -62,6 +62,10 @@ class Sampled:
     scaled: Tensor
     log_norms: Tensor
 
+    def first(self, count: int) -> "Sampled":
+        """The first rows alone."""
+        return Sampled(*(values[:count] for values in vars(self).values()))
+
     def packed(self) -> Tensor:
         """(R, 3) float64: everything that the host reads of most rows, in one copy."""
         return torch.stack((self.token_ids.double(), self.log_probs.double(), self.kept_masses.double()), dim=1)

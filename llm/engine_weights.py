@@ -1,11 +1,75 @@
-"""New weights into a model in place, by the names that the model has on a single device."""
+"""A model's weights in the engine: laid out for decoding, and replaced in place by newer ones.
 
-from collections.abc import Mapping
+Decoding reads every weight for a handful of tokens, so few and large products are best: the weights that read one input
+become parts of one matrix. The parameters keep their names, shapes and values and are views of it, so an optimizer or
+load_weights that writes them writes it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from configs.errors import UserError
+from llm.args import KernelsConfig
+from llm.transformer import MultiHeadAttention, RmsNorm, Transformer
+from llm.transformer_kernels import apply_kernels
+from llm.transformer_layers import Linear, SwiGlu, project_each
+from parallel.tensor_parallel import ColumnGroup
+
+FUSED = KernelsConfig(norm=True, rope=True, swiglu=True)
+
+
+@dataclass(frozen=True)
+class JoinedProjection:
+    """The seam `project`: one product for all layers that read x (..., in); outputs are its columns."""
+
+    weight: Tensor  # (sum of outs, in)
+    bias: Tensor | None
+    sizes: list[int]
+
+    def __call__(self, x: Tensor, layers: Sequence[Linear]) -> Sequence[Tensor]:
+        return F.linear(x, self.weight, self.bias).split(self.sizes, dim=-1)
+
+
+@torch.no_grad()
+def fuse_model(model: Transformer) -> None:
+    """Join projections and put in the norms and kernels of the device; nothing changes where that is done already."""
+    for module in model.modules():
+        if isinstance(module, MultiHeadAttention):
+            join(module, (module.q_proj, module.k_proj, module.v_proj))
+        if isinstance(module, SwiGlu):
+            join(module, (module.gate_proj, module.up_proj))
+        if isinstance(module, RmsNorm) and module.weight.device.type != "cuda":
+            module.normalise = torch_normalise
+    device = model.output.weight.device
+    if device.type == "cuda":
+        apply_kernels(model, FUSED, device)
+
+
+def join(module: nn.Module, layers: Sequence[Linear]) -> None:
+    """Make the layers' weights views of one matrix; layers whose product was swapped (LoRA, FP8) stay as they are."""
+    group = module.project if isinstance(module.project, ColumnGroup) else None
+    inner = module.project if group is None else group.inner
+    if inner is not project_each or any(layer.matmul is not F.linear for layer in layers):
+        return
+    weight = torch.cat([layer.weight for layer in layers])  # (sum of outs, in)
+    bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
+    sizes = [layer.weight.shape[0] for layer in layers]
+    for index, layer in enumerate(layers):
+        layer.weight.data = weight.split(sizes)[index]
+        if bias is not None:
+            layer.bias.data = bias.split(sizes)[index]
+    joined = JoinedProjection(weight, bias, sizes)
+    module.project = joined if group is None else replace(group, inner=joined)
+
+
+def torch_normalise(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The seam `normalise` by torch's own operator."""
+    stream = x if residual is None else residual + x
+    return F.rms_norm(stream, weight.shape, weight, eps), stream
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The engine against full recomputation without a cache: the same tokens and log-probabilities, whatever shares a step."""
+"""The engine against full recomputation without a cache: the same tokens and log-probabilities in any company."""
 
 import pytest
 import torch
@@ -95,7 +95,7 @@ def test_the_batch_does_not_change_a_requests_tokens(changes):
 def test_requests_with_one_beginning_compute_it_once():
     model = random_model()
     start = [7, 3, 90, 41, 12, 77, 5, 5, 60]
-    prompts = [start + [i, i + 1] for i in range(6)] + [start]
+    prompts = [[*start, i, i + 1] for i in range(6)] + [start]
     engine = make_engine(model)
     completions = engine.generate(prompts, RequestParams(GREEDY, max_new_tokens=10))
     assert [c.token_ids for c in completions] == [greedy_without_cache(model, p, 10) for p in prompts]
@@ -134,7 +134,7 @@ def test_sampling_settings_are_each_requests_own_and_log_probs_are_exact():
 def test_bad_requests_are_refused():
     engine = make_engine(random_model(), num_pages=8)
     for prompt, words in [
-        ([], "no tokens"), ([96], "token id 96 .* 0..95"), ([-1], "token id -1"), ([1] * 64, "64 tokens and max_seq_len"),
+        ([], "no tokens"), ([96], "token id 96 .* 0..95"), ([-1], "token id -1"), ([1] * 64, "64 tokens and max_seq"),
         ([1] * 30, "may have 64 tokens and the cache holds 32"),
     ]:  # fmt: skip
         with pytest.raises(UserError, match=words):

@@ -1,0 +1,96 @@
+"""Decoding steps as CUDA graphs: one graph for each size of batch and each way of sampling, captured at first use.
+
+A step of a small model is some 200 kernels of a few microseconds, which the host cannot launch as fast as the device
+runs them. Replayed, they are one launch. Rows that a batch lacks to the graph's size belong to the spare slot. Bans and
+penalties come from the host, so where a request has them the graph ends with the scores.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llm.engine_sampling import Sampled, SamplingMode
+from llm.engine_scheduler import Request
+
+SMALL_SIZES = (1, 2, 4, 8)
+WARMUPS = 2  # runs before the capture: kernels are compiled, libraries make their workspaces
+
+
+@dataclass
+class Captured:
+    """A graph, the tensor that it reads, and what it leaves: Sampled, or scores (B, V) where it does not draw."""
+
+    graph: torch.cuda.CUDAGraph
+    rows: Tensor  # (3, B) int64: slots, lengths, bits of uniforms
+    result: Any
+
+
+class DecodeGraphs:
+    """The graphs of one EngineRunner, in one memory pool."""
+
+    def __init__(self, runner: Any):
+        self.runner = runner
+        self.captured: dict[tuple[int, SamplingMode | None], Captured] = {}
+        self.pool = torch.cuda.graph_pool_handle()
+        self.sizes = graph_sizes(runner.config.max_running)
+
+    def run(self, requests: list[Request], rows: np.ndarray) -> Sampled:
+        """One token for each request; rows (3, B) on the host as llm.engine_runner.row_numbers makes them."""
+        size = next(size for size in self.sizes if size >= len(requests))
+        configs = [request.params.sampling for request in requests]
+        on_host = any(r.ngrams is not None or r.params.sampling.repetition_penalty != 1.0 for r in requests)
+        mode = None if on_host else SamplingMode.of(configs)
+        captured = self.captured.get((size, mode))
+        if captured is None:
+            captured = self.captured[size, mode] = self.capture(size, mode)
+        captured.rows.copy_(self.runner.upload(self.padded(rows, size)))
+        captured.graph.replay()
+        if mode is not None:
+            return captured.result.first(len(requests))
+        count = len(requests)
+        return self.runner.sample(captured.result[:count], requests, captured.rows[:, :count])
+
+    def padded(self, rows: np.ndarray, size: int) -> np.ndarray:
+        """(3, B) -> (3, size): the spare slot with one token."""
+        filled = np.zeros((3, size), dtype=np.int64)
+        filled[0], filled[1] = self.runner.spare_slot, 1
+        filled[:, : rows.shape[1]] = rows
+        return filled
+
+    def capture(self, size: int, mode: SamplingMode | None) -> Captured:
+        """Record one step on padded rows, which touch nobody's pages."""
+        rows = self.runner.upload(self.padded(np.zeros((3, 0), dtype=np.int64), size)).clone()
+        step = self.step_of(rows, mode)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARMUPS):
+                step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            result = step()
+        return Captured(graph, rows, result)
+
+    def step_of(self, rows: Tensor, mode: SamplingMode | None) -> Callable[[], Any]:
+        """The work to record."""
+        runner = self.runner
+
+        def step() -> Any:
+            tokens, decode = runner.decode_inputs(rows, runner.max_len)
+            scores = runner.scores(tokens, decode, None, None)
+            if mode is None:
+                return scores
+            return runner.choose(scores[:, : runner.config.num_ids].float(), rows, mode)
+
+        return step
+
+
+def graph_sizes(max_running: int) -> list[int]:
+    """1, 2, 4, 8, then by eights to 64, by thirty-twos beyond; the last is max_running."""
+    sizes = [*SMALL_SIZES, *range(16, 65, 8), *range(96, max_running + 32, 32)]
+    return [size for size in sizes if size < max_running] + [max_running]
