@@ -118,7 +118,8 @@ def test_every_tile_of_the_tuning_set_matches_float64(kind, D):
         tile = TileConfig(**dict(zip(TILE_FIELDS, row, strict=True)))
         if tile.consumers and capability(None) != 9:
             continue
-        chosen = {kind: tile} if kind == "forward" else {"key": tile, "query": PLAIN} | {kind: tile}
+        # A query tile's rows need not be ones that the key kernel can take.
+        chosen = {kind: tile} if kind == "forward" else {"key": PLAIN, "query": PLAIN} | {kind: tile}
         results = results_of(inputs, AttentionMask(), **chosen, deterministic=kind == "query")
         assert_close_to_float64(results, exact, KERNEL_BF16_GRADIENT)
 

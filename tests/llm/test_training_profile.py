@@ -342,7 +342,7 @@ def test_a_profile_on_the_gpu(tiny_corpus, tmp_path, mode):
     assert parameters <= min(series["weights"]) and max(series["weights"]) < 1.1 * parameters
     assert 2 * parameters <= series["optimizer"][0] < 2.1 * parameters
     assert parameters <= max(series["gradients"]) and series["gradients"][-1] == 0
-    assert any((memory["blocks"][place]["module"] or "").startswith("blocks.") for place in memory["table"])
+    assert any((block["module"] or "").startswith("blocks.") for block in memory["blocks"])
     assert (profile / "memory_snapshot.pickle").stat().st_size > 0
     assert read_gzip(profile / "memory_snapshot.json.gz")["segments"]
 

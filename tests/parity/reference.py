@@ -47,28 +47,29 @@ class Result:
         return Result(gradients, tensors["norms"].tolist(), tensors["losses"].tolist(), parameters)
 
 
-def saved_reference(case: Case) -> Result:
+def saved_reference(case: Case, device: str = "cpu") -> Result:
     """The reference run of a case, read from disk, or run and saved there."""
-    digest = hashlib.sha256(f"{case} {torch.__version__} {torch.backends.cpu.get_cpu_capability()}".encode())
+    processor = torch.cuda.get_device_name() if device == "cuda" else torch.backends.cpu.get_cpu_capability()
+    digest = hashlib.sha256(f"{case} {torch.__version__} {processor}".encode())
     digest.update(LOADED)
     name = case.name.replace(",", "").replace(" ", "_")
     path = ROOT / "build" / "parity" / f"{name}-{digest.hexdigest()[:16]}.safetensors"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}")
-        save_file(run_reference(case).tensors(), partial)
+        save_file(run_reference(case, device).tensors(), partial)
         os.replace(partial, path)
     return Result.of(load_file(path))
 
 
-def run_reference(case: Case) -> Result:
-    model = make_model(case)
+def run_reference(case: Case, device: str = "cpu") -> Result:
+    model = make_model(case, device)
     config = case.train_config()
     optimizer = reference_optimizer(model, case)
     result = Result({}, [], [], {})
     for step in range(case.steps):
-        batch = global_batch(step)
-        with torch.autocast("cpu", torch.bfloat16, enabled=case.dtype == "bfloat16"):
+        batch = global_batch(step).to(torch.device(device))
+        with torch.autocast(device, torch.bfloat16, enabled=case.dtype == "bfloat16"):
             logits = model(batch.token_ids)
             if case.dtype == "bfloat16":
                 logits = logits.float()
@@ -81,9 +82,8 @@ def run_reference(case: Case) -> Result:
         result.norms.append(math.sqrt(sum(grad.double().square().sum().item() for grad in grads)))
         result.losses.append(loss.item())
         if step == 0:
-            result.gradients = {
-                name: None if param.grad is None else param.grad.clone() for name, param in model.named_parameters()
-            }
+            gradients = {name: param.grad for name, param in model.named_parameters()}
+            result.gradients = {name: None if g is None else g.cpu().clone() for name, g in gradients.items()}
         if case.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip_norm)
         factor = learning_rate_factor(step, config.schedule, config.max_steps)
@@ -94,7 +94,7 @@ def run_reference(case: Case) -> Result:
                 group["lr"] = config.optimizer.lr * factor
             optimizer.step()
         model.zero_grad(set_to_none=True)
-    result.parameters = {name: param.detach() for name, param in model.named_parameters()}
+    result.parameters = {name: param.detach().cpu() for name, param in model.named_parameters()}
     return result
 
 
