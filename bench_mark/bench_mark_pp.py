@@ -9,11 +9,13 @@ overheads. Steps of all contestants alternate; all must agree on the loss. The l
 """
 
 import argparse
+import copy
 import json
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -80,10 +82,15 @@ class Bench:
         data = DataConfig(seq_len=self.seq_len)
         return TrainConfig(name="bench", model=self.model, data=data, parallel=parallel, dtype=self.dtype)
 
+    @cached_property
+    def initial(self) -> Transformer:
+        """The weights that all start from, on the CPU: drawing them takes seconds."""
+        model = Transformer(self.model)
+        initialise(model, seed=0)
+        return model
+
     def parts(self, schedule: str, chunks: int) -> Parallelized:
-        config = self.config(schedule, chunks)
-        model = Transformer(config.model)
-        initialise(model, config.seed)
+        config, model = self.config(schedule, chunks), copy.deepcopy(self.initial)
         return parallelize(model.to(self.mesh.device), config, self.mesh)
 
     def batch(self, micro_batches: int) -> tuple[Tensor, Tensor]:

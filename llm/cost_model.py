@@ -18,12 +18,14 @@ from llm.cost_model_counts import (
 )
 from llm.cost_model_memory import MemoryPrediction, predict_memory
 from llm.cost_model_time import StepPrediction, predict_step_time
-from llm.hardware import Hardware, known_hardware
+from llm.hardware import Hardware
 from llm.metrics import mfu
-from llm.plan_memory import rank_memory
-from llm.plan_shapes import data_layout, meta_params, rank_messages
-from llm.plan_time import RankTime, cluster_of, message_seconds, rank_time
-from parallel.cost_model_traffic import Param
+from llm.plan_links import known_links
+from llm.plan_memory_layouts import layout_memory
+from llm.plan_shapes import meta_params
+from llm.plan_time import RankTime
+from llm.plan_time_layouts import Machine, layout_time
+from parallel.cost_model import Cluster, Link
 
 __all__ = [
     "MemoryPrediction",
@@ -41,56 +43,58 @@ __all__ = [
 ]
 
 
-def predict_run(config: TrainConfig, hardware: Hardware, world_size: int = 1) -> dict[str, Any]:
+UNKNOWN_LINKS = "not predicted: the links between the ranks that share a model's products are not known"
+NO_LINKS = Cluster(1, Link(1.0, 0.0), None, 0.0)  # of a single rank
+
+
+def predict_run(
+    config: TrainConfig, hardware: Hardware, world_size: int = 1, cluster: Cluster | None = None, rank: int = 0
+) -> dict[str, Any]:
     """What report.json holds as "predicted" before step 1; config resolved, with model.vocab_size filled in.
 
-    Keys: parameters, active_parameters, flops_per_token (training), memory_peak_bytes, step_s, tokens_per_s (global),
-    mfu (None on an unknown device), memory and step (their parts), bound, notes (remarks by key).
+    Keys: parameters, active_parameters, flops_per_token (training), memory_peak_bytes (of rank `rank`), step_s,
+    tokens_per_s (global), mfu (None on an unknown device), memory and step (their parts), bound, notes (remarks by
+    key); with links (`cluster`, or those of a known GPU) exposed_s, and under pipeline parallelism bubble and schedule.
     """
     parallel = config.parallel
     degrees = parallel.degrees().resolve(world_size)
-    work = workload_of(config, hardware.device, degrees.dp)
-    found = predict_workload(work, hardware)
-    if degrees.dp != world_size:  # tensor, context or pipeline parallel: a rank has a part of these products
-        unknown = dict.fromkeys(("memory_peak_bytes", "step_s", "tokens_per_s", "mfu"))
-        note = "not predicted where ranks share one model's products"
-        return found | unknown | {"notes": found["notes"] | dict.fromkeys(unknown, note)}
+    found = predict_workload(workload_of(config, hardware.device, degrees.dp), hardware)
     if world_size == 1 and parallel.activation_checkpointing == "none":
         return found
-    layout = data_layout(parallel, degrees, work.grad_accum_steps, work.dtype)
     params = meta_params(config.model, config.optimizer.name)
-    memory = rank_memory(work, params, layout, parallel.activation_checkpointing)
+    memory = layout_memory(config, params, hardware.device, world_size, rank)
     notes = found["notes"] | {"memory_peak_bytes": f"largest phase: {memory.phase}; one rank of {world_size}"}
     found |= {"memory_peak_bytes": memory.peak_bytes, "memory": asdict(memory), "notes": notes}
-    step = predict_rank_step(config, hardware, work, params)
-    if step is None:
+    cluster = cluster or known_links(hardware, world_size)
+    if cluster is None and world_size > degrees.dp:
+        return found | dict.fromkeys(("step_s", "tokens_per_s", "mfu")) | {"notes": notes | {"step_s": UNKNOWN_LINKS}}
+    if cluster is None and world_size > 1:
         notes["step_s"] += "; the links' speed is not known, so communication is not in it"
         return found
-    notes["step_s"] += f"; {step.step.exposed_s * 1e3:.1f} ms of communication exposed"
-    tokens_per_s, peak = work.global_tokens / step.step_s, hardware.peak_flops(work.dtype)
-    return found | {
-        "step_s": step.step_s,
+    machine = Machine(hardware.device, hardware.rates, cluster or NO_LINKS)
+    return found | time_keys(
+        config, layout_time(config, params, machine, world_size, rank), found, hardware, world_size
+    )
+
+
+def time_keys(
+    config: TrainConfig, time: RankTime, found: dict[str, Any], hardware: Hardware, world_size: int
+) -> dict[str, Any]:
+    """The step's seconds and what follows from them."""
+    notes = dict(found["notes"])
+    notes["step_s"] += f"; {time.step.exposed_s * 1e3:.1f} ms of communication exposed"
+    tokens_per_s = config.global_batch_tokens / time.step_s
+    peak = hardware.peak_flops(config.dtype)
+    keys = {
+        "step_s": time.step_s,
         "tokens_per_s": tokens_per_s,
         "mfu": mfu(found["flops_per_token"], tokens_per_s, peak and peak * world_size),
-        "exposed_s": step.step.exposed_s,
+        "exposed_s": time.step.exposed_s,
+        "notes": notes,
     }
-
-
-def predict_rank_step(config: TrainConfig, hardware: Hardware, work: Workload, params: list[Param]) -> RankTime | None:
-    """A step's seconds with its communication, for a GPU of configs/hardware whose links are known; else None."""
-    known = {entry.name: entry for entry in known_hardware()} if hardware.device == "cuda" else {}
-    links = known.get(hardware.name)
-    if links is None or links.link_bytes_per_s is None:
-        return None
-    nodes = -(-work.world_size // links.gpus_per_node)
-    if nodes > 1 and links.network_bytes_per_s is None:
-        return None
-    degrees = config.parallel.degrees().resolve(work.world_size)
-    layout = data_layout(config.parallel, degrees, work.grad_accum_steps, work.dtype)
-    messages = rank_messages(params, config, work.world_size, work.grad_accum_steps)
-    seconds_of = message_seconds(degrees, cluster_of(links, nodes, links.gpus_per_node))
-    checkpointing = config.parallel.activation_checkpointing
-    return rank_time(work, hardware.rates, layout, messages, seconds_of, checkpointing)
+    if time.simulation is not None:
+        keys |= {"bubble": time.idle_s / time.step_s, "schedule": time.simulation.rows()}
+    return keys
 
 
 def predict_workload(work: Workload, hardware: Hardware) -> dict[str, Any]:

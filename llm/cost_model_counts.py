@@ -112,6 +112,23 @@ def train_flops_per_token(model: ModelConfig, seq_len: int) -> int:
 
 
 @dataclass(frozen=True)
+class RankPart:
+    """What one rank computes where ranks share a model; the widths that tensor parallelism leaves it are ModelConfig's.
+
+    The defaults are those of a rank that does everything.
+    """
+
+    layers: int | None = None  # blocks of its pipeline stages; None: the model's
+    has_embedding: bool = True
+    has_head: bool = True  # the last norm, the output layer and the loss
+    tensor_ranks: int = 1  # that share each layer's matrices
+    tensor_chunks: int = 1  # pieces in which a block's tokens cross between them
+    stream_ranks: int = 1  # over which tokens are cut between the layers (sequence parallelism)
+    context_ranks: int = 1  # over which each sequence is cut
+    context_mode: str = "ring"
+
+
+@dataclass(frozen=True)
 class Workload:
     """One optimizer step on one device, as plain numbers: what memory and time are predicted for."""
 
@@ -126,6 +143,7 @@ class Workload:
     document_masking: bool = False
     world_size: int = 1
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
+    part: RankPart = field(default_factory=RankPart)
 
     def fuses(self, operation: str) -> bool:
         """Whether `operation` is one of our fused kernels; a compiled model keeps its projections."""
@@ -136,7 +154,42 @@ class Workload:
     @property
     def tokens(self) -> int:
         """N, the tokens of one micro-batch on one device."""
-        return self.micro_batch_size * self.seq_len
+        return self.micro_batch_size * self.row_tokens
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of one sequence on one device."""
+        return self.seq_len // self.part.context_ranks
+
+    @property
+    def stream_tokens(self) -> float:
+        """Tokens of one micro-batch that this device has between the layers."""
+        return self.tokens / self.part.stream_ranks
+
+    @property
+    def layers(self) -> int:
+        """Blocks that this device runs."""
+        return self.model.num_layers if self.part.layers is None else self.part.layers
+
+    @property
+    def output_elements(self) -> int:
+        """Of the output layer's matrix, which under tied embeddings is the table's; 0 where another rank has it."""
+        return self.model.vocab_size * self.model.d_model if self.part.has_head else 0
+
+    @property
+    def parameters(self) -> ParameterCount:
+        """Those that this device holds; a pipeline's tied table is its first rank's."""
+        count, layers, part = count_parameters(self.model), self.model.num_layers, self.part
+        attention, ffn = (total // layers * self.layers for total in (count.attention, count.ffn))
+        norms = (count.norms - self.model.d_model) // layers * self.layers
+        return ParameterCount(
+            embedding=count.embedding if part.has_embedding else 0,
+            attention=attention,
+            ffn=ffn,
+            norms=norms + (self.model.d_model if part.has_head else 0),
+            output=count.output if part.has_head else 0,
+            active=0,
+        )
 
     @property
     def global_tokens(self) -> int:

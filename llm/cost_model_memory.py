@@ -56,11 +56,10 @@ def saved_in_block(work: Workload) -> list[Saved]:
     # Under autocast each projection makes its own bfloat16 copy of a float32 input; a compiled block makes one.
     once = e == FP32 or compiled or work.fuses("norm") or work.fuses("linear")
     copies = {"q, k, v": 1, "gate, up": 1} if once else {"q, k, v": 3, "gate, up": 2}
-    heads = Q + 2 * kv_width(model) if model.attention == "triton" else 3 * Q  # the others repeat k and v
     saved = [
         *saved_by_norm(work, C, "attention_norm"),
         Saved("normed input of q, k, v", copies["q, k, v"] * e * C),
-        Saved("rotated q, k; v; repeated to H heads where the kernel asks for it", e * heads),
+        Saved("rotated q, k; v; repeated to H heads where the kernel asks for it", e * saved_heads(work)),
         Saved("attention output, also o_proj's input", e * Q),
         Saved("logsumexp of each query's scores", FP32 * model.num_heads),
         *saved_by_norm(work, C, "ffn_norm"),
@@ -70,12 +69,25 @@ def saved_in_block(work: Workload) -> list[Saved]:
         heads = model.num_heads + model.num_kv_heads
         kept = e if compiled else 2 * FP32
         saved.append(Saved("q_norm and k_norm: inputs and normed values", kept * (Q + K) + FP32 * heads))
-    if model.attention == "eager":
+    if model.attention == "eager" and work.part.context_ranks == 1:  # a ring's blocks make theirs again in backward
         per_score = 2 * FP32 + (BF16 if e == BF16 else 0)
         saved.append(Saved("scores and probabilities of T keys", per_score * model.num_heads * work.seq_len))
     if work.document_masking:
         saved.append(Saved("document mask as numbers to add to scores", e * work.seq_len))
     return saved + (saved_by_moe(work) if model.moe.num_experts else saved_by_swiglu(work, copies["gate, up"]))
+
+
+def saved_heads(work: Workload) -> int:
+    """Elements of q, k and v a token that attention keeps; of gathered keys those of all ranks."""
+    model, part = work.model, work.part
+    Q, K = query_width(model), kv_width(model)
+    if part.context_ranks > 1 and part.context_mode == "ring":
+        return Q + 2 * K
+    keys = K if model.attention == "triton" else Q  # the others repeat k and v
+    if part.context_ranks > 1 and part.context_mode == "all_gather":
+        return Q + 2 * part.context_ranks * keys
+    # Ulysses keeps the output on either side of the exchange.
+    return Q + 2 * keys + (Q if part.context_ranks > 1 else 0)
 
 
 def stream_bytes(work: Workload) -> int:
@@ -85,10 +97,14 @@ def stream_bytes(work: Workload) -> int:
 
 def saved_by_norm(work: Workload, width: int, name: str) -> list[Saved]:
     """The residual stream, 1/rms, and (eager) the values before the weight; compiled or fused these are recomputed."""
-    saved = [Saved(f"{name}: input, the residual stream", stream_bytes(work) * width), Saved(f"{name}: 1 / rms", FP32)]
+    ranks = work.part.stream_ranks
+    saved = [
+        Saved(f"{name}: input, the residual stream", stream_bytes(work) * width // ranks),
+        Saved(f"{name}: 1 / rms", FP32 // ranks),
+    ]
     if work.compile != "none" or work.fuses("norm"):
         return saved
-    return [*saved, Saved(f"{name}: normed values", FP32 * width)]
+    return [*saved, Saved(f"{name}: normed values", FP32 * width // ranks)]
 
 
 def saved_by_swiglu(work: Workload, copies: int) -> list[Saved]:
@@ -137,6 +153,8 @@ def block_activation_bytes(work: Workload) -> int:
 def head_activation_bytes(work: Workload) -> int:
     """The last norm's tensors, the output layer's input and its weight as bfloat16."""
     C, e = work.model.d_model, matmul_bytes(work)
+    if not work.part.has_head:
+        return 0
     outside = replace(work, compile="none") if work.compile == "block" else work  # what is not a block stays eager
     norm = sum(saved.bytes_per_token for saved in saved_by_norm(outside, C, "norm"))
     if work.fuses("loss"):
@@ -147,7 +165,7 @@ def head_activation_bytes(work: Workload) -> int:
 def batch_bytes(work: Workload) -> int:
     """Token ids and targets, the rotary tables, and the mask that keeps documents apart."""
     rows = work.micro_batch_size if work.document_masking else 1
-    rotary = rows * work.seq_len * 2 * FP32 * work.model.head_dim
+    rotary = rows * work.row_tokens * 2 * FP32 * work.model.head_dim
     mask = work.tokens * work.seq_len if work.document_masking else 0
     return 2 * INT64 * work.tokens + rotary + mask
 
@@ -155,6 +173,8 @@ def batch_bytes(work: Workload) -> int:
 def loss_bytes(work: Workload) -> int:
     """The logits, their gradient, and the float32 scratch of one chunk of rows (llm/loss.py)."""
     V, N, e = work.model.vocab_size, work.tokens, matmul_bytes(work)
+    if not work.part.has_head:
+        return 0
     logits = N * V * e
     if work.fuses("loss"):  # a chunk, the layer's input and weight as the products read them, and both gradients
         copy = V * work.model.d_model * e if e == BF16 else 0
@@ -172,15 +192,15 @@ def loss_bytes(work: Workload) -> int:
 def optimizer_state_bytes(work: Workload) -> int:
     """float32 moments: two for AdamW, one for Muon's matrices, none for SGD."""
     count = count_parameters(work.model)
-    matrices = muon_parameters(work.model)
+    matrices = muon_parameters(work)
     moments = {"adamw": 2 * count.total, "muon": 2 * count.total - matrices, "sgd": 0}
     return FP32 * moments[work.optimizer]
 
 
-def muon_parameters(model: ModelConfig) -> int:
+def muon_parameters(work: Workload) -> int:
     """Hidden matrices, which Muon takes; biases, norms, embedding and output stay with AdamW."""
-    biases = model.num_layers * (query_width(model) + 2 * kv_width(model)) if model.qkv_bias else 0
-    count = count_parameters(model)
+    model, count = work.model, work.parameters
+    biases = work.layers * (query_width(model) + 2 * kv_width(model)) if model.qkv_bias else 0
     return count.attention + count.ffn - biases
 
 
@@ -189,8 +209,8 @@ def optimizer_scratch_bytes(work: Workload) -> int:
     model = work.model
     if work.optimizer == "sgd" or (work.optimizer == "adamw" and work.fuses("optimizer")):
         return 0
-    hidden = muon_parameters(model) if work.optimizer == "muon" else 0
-    others = count_parameters(model).total - hidden
+    hidden = muon_parameters(work) if work.optimizer == "muon" else 0
+    others = work.parameters.total - hidden
     adamw = FP32 * (min(others, CPU_BUNDLE_ELEMENTS) if work.device == "cpu" else others)
     if not hidden:
         return adamw
@@ -198,7 +218,7 @@ def optimizer_scratch_bytes(work: Workload) -> int:
     # and its Gram matrices. A GPU stacks all matrices of one shape, copied in float32 first.
     shapes = [(m.inputs, m.outputs, model.moe.num_experts if m in expert_matrices(model) else 1)
               for m in block_matrices(model)]  # fmt: skip
-    layers = 1 if work.device == "cpu" else model.num_layers
+    layers = 1 if work.device == "cpu" else work.layers
     stacks = [layers * stack * (rows * columns * (2 * BF16 + (FP32 if layers > 1 else 0))
               + 2 * BF16 * min(rows, columns) ** 2) for rows, columns, stack in shapes]  # fmt: skip
     return max(adamw, (FP32 + BF16) * hidden + max(stacks))
@@ -210,12 +230,16 @@ def expert_matrices(model: ModelConfig) -> list:
 
 def block_backward_bytes(work: Workload) -> int:
     """Gradients alive at the widest point of a block's backward, less what that block has freed by then."""
-    model, e = work.model, matmul_bytes(work)
+    model, e, part = work.model, matmul_bytes(work), work.part
     stream = stream_bytes(work) * model.d_model + (e * model.d_model if e == BF16 else 0)
+    stream //= part.stream_ranks
     if model.moe.num_experts:
         return work.tokens * (stream + 3 * model.moe.experts_per_token * e * model.d_model)
     # d(product), then d(silu) and d(up), while the product itself is gone.
-    return work.tokens * (stream + 2 * e * model.d_ff)
+    widest = 2 * e * model.d_ff
+    if part.tensor_ranks > 1:  # narrow products between wide tokens: the gradients of gate's and up's input
+        widest = max(widest, 2 * e * model.d_model + e * model.d_ff)
+    return work.tokens * (stream + widest)
 
 
 def predict_memory(work: Workload) -> MemoryPrediction:

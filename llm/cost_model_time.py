@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 from llm.args import KernelsConfig
 from llm.cost_model_counts import (
+    Matrix,
     Workload,
     attention_flops_per_token,
     block_matrices,
-    count_parameters,
     kv_width,
     output_matrix,
     query_width,
@@ -77,6 +77,7 @@ class Passes:
     backward: float
     kernels: int
     exp: bool = False
+    on_stream: bool = False  # between the layers, where sequence parallelism leaves a rank its share of the tokens
 
 
 def block_passes(work: Workload) -> list[Passes]:
@@ -93,7 +94,7 @@ def fused_norm_passes(work: Workload) -> list[Passes]:
     C, stream, e = work.model.d_model, stream_bytes(work), matmul_bytes(work)
     forward = (1 + e / stream) + (2 + 2 * e / stream) + (2 + e / stream)
     backward = (3 + e / stream) + (3 + 2 * e / stream if e != stream else 4) + (0 if e == stream else 1 + e / stream)
-    return [Passes("two norms with the residual sums", C, stream, forward, backward, 8)]
+    return [Passes("two norms with the residual sums", C, stream, forward, backward, 8, on_stream=True)]
 
 
 def fused_rope_passes(work: Workload) -> list[Passes]:
@@ -112,9 +113,9 @@ def eager_passes(work: Workload) -> list[tuple[str, Passes]]:
     model, e = work.model, matmul_bytes(work)
     C, Q, K = model.d_model, query_width(model), kv_width(model)
     passes = [
-        ("norm", Passes("two norms: square, mean, scale, weight; and back", 2 * C, FP32, 7, 23, 38)),
+        ("norm", Passes("two norms: square, mean, scale, weight; and back", 2 * C, FP32, 7, 23, 38, on_stream=True)),
         ("rope", Passes("rotate q and k: negate, join, two products, sum", Q + K, e, 10, 10, 20)),
-        ("norm", Passes("residual sums, and the gradients of shared inputs", C, FP32, 6, 9, 5)),
+        ("norm", Passes("residual sums, and the gradients of shared inputs", C, FP32, 6, 9, 5, on_stream=True)),
         *(("swiglu", own) for own in ffn_passes(work)),
     ]
     if model.num_kv_heads != model.num_heads and model.attention != "triton":
@@ -148,14 +149,15 @@ def compiled_passes(work: Workload) -> list[Passes]:
     C, Q, K = model.d_model, query_width(model), kv_width(model)
     F = model.moe.experts_per_token * model.moe.d_ff if model.moe.num_experts else model.d_ff
     return [
-        Passes("residual sum with norm, twice", 2 * C, (FP32 + e) / 2, 4, 6, 6),
+        Passes("residual sum with norm, twice", 2 * C, (FP32 + e) / 2, 4, 6, 6, on_stream=True),
         Passes("rotate q and k, repeat k and v", 2 * Q + K, e, 2, 2, 6),
         Passes("silu times up", F, e, 3, 5, 2, exp=True),
     ]
 
 
-def passes_time(passes: Passes, tokens: int, rates: Rates) -> float:
+def passes_time(passes: Passes, work: Workload, rates: Rates) -> float:
     """Seconds of forward and backward together: three tensors a timed multiplication, two a timed silu."""
+    tokens = work.stream_tokens if passes.on_stream else work.tokens
     tensor_bytes = tokens * passes.width * passes.element_bytes
     if passes.exp:
         return (passes.forward + passes.backward) / 2 * pass_time(rates.exp_pass, 2 * tensor_bytes)
@@ -164,32 +166,49 @@ def passes_time(passes: Passes, tokens: int, rates: Rates) -> float:
 
 def matmul_time(work: Workload, rates: Rates) -> float:
     """Forward, gradient of the input and gradient of the weight of every linear layer, one micro-batch."""
-    matrices = block_matrices(work.model) * work.model.num_layers + [output_matrix(work.model)]
-    seconds = 0.0
-    for matrix in matrices:
-        # A GPU works tile by tile, so a product runs like the square one of as many operations; a CPU's cache makes the
-        # smaller side count.
-        narrow, square = min(matrix.inputs, matrix.outputs), math.sqrt(matrix.inputs * matrix.outputs)
-        rate = interpolate(rates.matmul, narrow if work.device == "cpu" else square)
-        seconds += 3 * work.tokens * matrix.flops_per_token / rate
-        if work.device == "cpu":
-            # The products timed find their operands in the cache; a model's come from memory and go back to it.
-            moved = work.tokens * matrix.calls * (matrix.inputs + matrix.outputs) * matmul_bytes(work)
-            seconds += 3 * pass_time(rates.new_pass, moved)
+    return 3 * (work.layers * block_products_s(work, rates) + output_product_s(work, rates))
+
+
+def block_products_s(work: Workload, rates: Rates) -> float:
+    """One block's products, forward; the gradients of inputs and of weights take as long each."""
+    return sum(product_s(matrix, work, rates) for matrix in block_matrices(work.model))
+
+
+def output_product_s(work: Workload, rates: Rates) -> float:
+    """The output layer's, 0 on a rank without it."""
+    return product_s(output_matrix(work.model), work, rates) if work.part.has_head else 0.0
+
+
+def product_s(matrix: Matrix, work: Workload, rates: Rates) -> float:
+    # A GPU works tile by tile, so a product runs like the square one of as many operations; a CPU's cache makes the
+    # smaller side count.
+    narrow, square = min(matrix.inputs, matrix.outputs), math.sqrt(matrix.inputs * matrix.outputs)
+    rate = interpolate(rates.matmul, narrow if work.device == "cpu" else square)
+    seconds = work.tokens * matrix.flops_per_token / rate
+    if work.device == "cpu":
+        # The products timed find their operands in the cache; a model's come from memory and go back to it.
+        moved = work.tokens * matrix.calls * (matrix.inputs + matrix.outputs) * matmul_bytes(work)
+        seconds += pass_time(rates.new_pass, moved)
     return seconds
 
 
-def attention_time(work: Workload, rates: Rates) -> float:
-    """Causal attention, forward and twice that backward, at the rates of the nearest head width tried."""
-    head_dim = work.model.head_dim
+def attention_times(work: Workload, rates: Rates) -> tuple[float, float]:
+    """Causal attention of all layers, forward and the twice as much of backward, at the nearest head width's rates.
+
+    A ring's blocks see a rank's keys at a time; with gathered keys or traded heads one call sees all.
+    """
+    head_dim, part = work.model.head_dim, work.part
     _, forward, backward = min(rates.attention, key=lambda measured: abs(measured[0] - head_dim))
-    flops = work.model.num_layers * work.tokens * attention_flops_per_token(work.model, work.seq_len)
-    return flops / interpolate(forward, work.seq_len) + 2 * flops / interpolate(backward, work.seq_len)
+    length = work.row_tokens if part.context_mode == "ring" else work.seq_len
+    flops = work.layers * work.tokens * attention_flops_per_token(work.model, work.seq_len)
+    return flops / interpolate(forward, length), 2 * flops / interpolate(backward, length)
 
 
 def loss_time(work: Workload, rates: Rates) -> float:
     """llm/loss.py on the logits: maximum and sum of exponentials, then the scaled softmax, in chunks on a CPU."""
     elements, e = work.tokens * work.model.vocab_size, matmul_bytes(work)
+    if not work.part.has_head:
+        return 0.0
     if work.fuses("loss"):
         chunks = -(-e * elements // (work.kernels.loss_chunk_mb << 20))
         added = 2 * FP32 * work.model.vocab_size * work.model.d_model * (chunks - 1)  # dW read and written by a product
@@ -208,10 +227,10 @@ def loss_time(work: Workload, rates: Rates) -> float:
 
 def optimizer_time(work: Workload, rates: Rates) -> float:
     """The gradient norm, clipping and the update, once a step."""
-    parameters = count_parameters(work.model).total
+    parameters = work.parameters.total
     if work.optimizer == "adamw" and work.fuses("optimizer"):  # the norm reads the gradients, the update seven tensors
         return pass_time(rates.inplace_pass, (1 + 7) * FP32 * parameters)
-    hidden = muon_parameters(work.model) if work.optimizer == "muon" else 0
+    hidden = muon_parameters(work) if work.optimizer == "muon" else 0
     others = parameters - hidden if work.optimizer != "sgd" else 0
     seconds = pass_time(rates.inplace_pass, 3 * FP32 * parameters)  # the norm reads, clipping reads and writes
     # AdamW touches 18 tensors in seven operations; on a CPU four come from memory and the rest from the cache.
@@ -236,16 +255,16 @@ def muon_matmul_time(work: Workload, rates: Rates) -> float:
         rows, columns = sorted((matrix.inputs, matrix.outputs))
         flops = NS_STEPS * (4 * rows * rows * columns + 2 * rows**3)
         rate = rates.bf16_matmul if work.device == "cpu" else interpolate(rates.matmul, rows)
-        seconds += work.model.num_layers * copies * flops / rate
+        seconds += work.layers * copies * flops / rate
     return seconds
 
 
 def accumulation_time(work: Workload, rates: Rates) -> float:
     """Weights to bfloat16 and their gradients back (autocast), and adding to the gradients that are there."""
-    parameters = count_parameters(work.model).total
+    parameters = work.parameters.total
     seconds = 0.0
     if work.dtype == "bfloat16":
-        cast = work.model.num_layers * block_parameters(work.model) + work.model.vocab_size * work.model.d_model
+        cast = work.layers * block_parameters(work.model) + work.output_elements
         directions = 1 if work.fuses("linear") else 2  # gradients come in float32 from the products themselves
         seconds += pass_time(rates.new_pass, directions * (FP32 + BF16) * cast)
     if work.grad_accum_steps > 1:
@@ -268,24 +287,26 @@ def host_time(work: Workload, rates: Rates) -> float:
         return rates.op_overhead_s * OPS_BESIDE_GRAPH * work.grad_accum_steps
     products = 3 * len(block_matrices(work.model)) + 5
     kernels = products + sum(passes.kernels for passes in block_passes(work))
-    per_micro_batch = work.model.num_layers * kernels + 60
+    per_micro_batch = work.layers * kernels + 60
     if work.compile == "none":
         per_micro_batch *= DISPATCHES_PER_KERNEL
-    tensors = 9 * work.model.num_layers + 3
+    tensors = 9 * work.layers + 3
     per_tensor = 1 if work.fuses("optimizer") else OPTIMIZER_OPS_PER_TENSOR
     return rates.op_overhead_s * (work.grad_accum_steps * per_micro_batch + per_tensor * tensors)
 
 
 def predict_step_time(work: Workload, rates: Rates) -> StepPrediction:
     """Seconds of one optimizer step on one device; communication between devices is not in it."""
-    micro_batches, L = work.grad_accum_steps, work.model.num_layers
-    elementwise = L * sum(passes_time(passes, work.tokens, rates) for passes in block_passes(work))
+    micro_batches = work.grad_accum_steps
+    elementwise = work.layers * sum(passes_time(passes, work, rates) for passes in block_passes(work))
     last = (1.5, 3, 2) if work.fuses("norm") else (7, 23, 19)
-    elementwise += passes_time(Passes("last norm", work.model.d_model, FP32, *last), work.tokens, rates)
+    if work.part.has_head:
+        norm = Passes("last norm", work.model.d_model, FP32, *last, on_stream=True)
+        elementwise += passes_time(norm, work, rates)
     elementwise += accumulation_time(work, rates)
     return StepPrediction(
         matmul_s=micro_batches * matmul_time(work, rates),
-        attention_s=micro_batches * attention_time(work, rates),
+        attention_s=micro_batches * sum(attention_times(work, rates)),
         elementwise_s=micro_batches * elementwise,
         loss_s=micro_batches * loss_time(work, rates),
         optimizer_s=optimizer_time(work, rates),

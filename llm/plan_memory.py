@@ -55,7 +55,7 @@ def moments_of(params: list[Param], optimizer: str) -> dict[str, int]:
 def rank_memory(work: Workload, params: list[Param], layout: DataLayout, checkpointing: str = "none") -> RankMemory:
     """Bytes of one optimizer step on one rank; `work` is its own micro-batch."""
     model, e, N = work.model, matmul_bytes(work), work.tokens
-    C, V, L = model.d_model, model.vocab_size, model.num_layers
+    C, V, L = model.d_model, model.vocab_size, work.layers
     state = rank_state(params, layout, moments_of(params, work.optimizer))
     block, kept, head = activation_bytes(work, layout, checkpointing)
     logits = loss_bytes(work)
@@ -117,7 +117,7 @@ def activation_bytes(work: Workload, layout: DataLayout, checkpointing: str) -> 
 def checkpoint_bytes(work: Workload, checkpointing: str) -> int:
     """What is kept of a block until its backward under "selective" or "full" checkpointing."""
     model, e = work.model, matmul_bytes(work)
-    per_token = stream_bytes(work) * model.d_model  # its input
+    per_token = stream_bytes(work) * model.d_model // work.part.stream_ranks  # its input
     if checkpointing == "selective":
         products = [matrix.outputs * matrix.calls for matrix in block_matrices(model)]
         per_token += e * (sum(products) + query_width(model)) + FP32 * model.num_heads

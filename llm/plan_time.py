@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 
 from configs.errors import UserError
 from llm.args import HardwareConfig
-from llm.cost_model_counts import Workload, output_matrix
-from llm.cost_model_time import optimizer_time, predict_step_time
-from llm.hardware_calibration import Points, Rates, interpolate
+from llm.cost_model_counts import Workload
+from llm.cost_model_time import optimizer_time, output_product_s, predict_step_time
+from llm.hardware_calibration import Points, Rates
 from parallel.cost_model import Cluster, Link, Ring, collective_seconds
 from parallel.cost_model_timeline import Compute, StepTime, step_time
 from parallel.cost_model_traffic import DataLayout, Message
 from parallel.mesh_degrees import AXES, Degrees
+from parallel.pipeline_schedules_simulation import Simulation
 
 # Of a square product's peak, by its width: 8192 measured (798 of 989 TFLOP/s), the narrower ones assumed.
 MATMUL_SHARE = ((1024, 0.45), (2048, 0.64), (4096, 0.75), (8192, 0.81))
@@ -33,10 +34,12 @@ NEEDED = ("bf16_flops", "memory_bytes", "memory_bytes_per_s", "link_bytes_per_s"
 
 @dataclass(frozen=True)
 class RankTime:
-    """Seconds of one optimizer step; device_s is the computation of one micro-batch and the update alone."""
+    """Seconds of one optimizer step; under pipeline parallelism what its ranks are idle of it."""
 
     step: StepTime
     host_s: float
+    idle_s: float | None = None  # of a rank of the pipeline, on average
+    simulation: Simulation | None = None  # the schedule on paper
 
     @property
     def step_s(self) -> float:
@@ -84,14 +87,13 @@ def compute_of(
     work: Workload, rates: Rates, layout: DataLayout, checkpointing: str, messages: list[Message]
 ) -> Compute:
     """One micro-batch of a rank by stage, and its part of the update."""
-    whole, layers = predict_step_time(work, rates), work.model.num_layers
+    whole, layers = predict_step_time(work, rates), work.layers
     per_micro_batch = (whole.matmul_s + whole.attention_s + whole.elementwise_s + whole.loss_s) / work.grad_accum_steps
-    matrix, loss = output_matrix(work.model), whole.loss_s / work.grad_accum_steps
-    width = (matrix.inputs * matrix.outputs) ** 0.5
-    output = work.tokens * matrix.flops_per_token / interpolate(rates.matmul, width)  # forward
-    block = (per_micro_batch - 3 * output - loss) / layers
+    loss = whole.loss_s / work.grad_accum_steps
+    output = output_product_s(work, rates)  # forward
+    block = (per_micro_batch - 3 * output - loss) / max(1, layers)
     products = (whole.matmul_s + whole.attention_s) / work.grad_accum_steps - 3 * output  # of the blocks
-    again = {"none": 0.0, "full": block, "selective": block - products / layers}[checkpointing] / 3
+    again = {"none": 0.0, "full": block, "selective": block - products / max(1, layers)}[checkpointing] / 3
     forward = [0.0, *[block / 3] * layers, output + loss]  # the loss makes its gradient in forward
     backward = [0.0, *[2 * block / 3 + again] * layers, 2 * output]
     for message in messages:  # FSDP copies a gathered unit out of its message

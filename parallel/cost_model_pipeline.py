@@ -59,3 +59,8 @@ def predict_pipeline(shape: PipelineShape, durations: Durations, stage_scale: li
     """
     schedule = build_schedule(shape.schedule, shape.ranks, len(shape.tokens), shape.chunks)
     return simulate(schedule, durations, stage_scale)
+
+
+def simulate_stages(shape: PipelineShape, durations: list[Durations]) -> Simulation:
+    """The same with the seconds of each stage, in their order."""
+    return simulate(build_schedule(shape.schedule, shape.ranks, len(shape.tokens), shape.chunks), durations)

@@ -21,10 +21,21 @@ class Compute:
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]  # recomputation included
     optimizer_s: float  # of this rank's part
+    # Messages within a stage that nothing hides (tensor and context parallelism); empty: none.
+    forward_stalls_s: tuple[float, ...] = ()
+    backward_stalls_s: tuple[float, ...] = ()
 
     @property
     def micro_batch_s(self) -> float:
         return sum(self.forward_s) + sum(self.backward_s)
+
+    def forward(self, stage: int) -> "Instruction":
+        stalls = self.forward_stalls_s
+        return Instruction("compute", self.forward_s[stage], stall_s=stalls[stage] if stalls else 0.0)
+
+    def backward(self, stage: int) -> "Instruction":
+        stalls = self.backward_stalls_s
+        return Instruction("compute", self.backward_s[stage], stall_s=stalls[stage] if stalls else 0.0)
 
 
 @dataclass(frozen=True)
@@ -42,11 +53,12 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Instruction:
-    """ "compute" for `seconds`, or "start" or "wait" for `message`."""
+    """ "compute" for `seconds` and wait within them for `stall_s`, or "start" or "wait" for `message`."""
 
     kind: str
     seconds: float = 0.0
     message: Message | None = None
+    stall_s: float = 0.0
 
 
 def step_time(
@@ -58,8 +70,9 @@ def step_time(
     ends: dict[int, float] = {}
     for instruction in program(messages, compute, layout):
         if instruction.kind == "compute":
-            now += instruction.seconds
+            now += instruction.seconds + instruction.stall_s
             computed += instruction.seconds
+            busy += instruction.stall_s
         elif instruction.kind == "start":
             seconds = seconds_of(instruction.message)
             link = max(link, now) + seconds
@@ -84,7 +97,7 @@ def program(messages: list[Message], compute: Compute, layout: DataLayout) -> It
         if layout.is_fsdp:
             yield from fsdp_backward_program(backward, compute)
         elif layout.zero == 0 and not layout.bucketed:
-            yield from (work(seconds) for seconds in reversed(compute.backward_s))
+            yield from (compute.backward(stage) for stage in reversed(range(len(compute.backward_s))))
             yield from one_by_one(backward)
         else:
             # ZeRO-1 keeps two messages in flight, so that two buffers are enough; DDP waits for none before the end.
@@ -116,12 +129,12 @@ def forward_program(gathers: list[Message], compute: Compute) -> Iterator[Instru
     waiting = {message.stage: message for message in blocks}
     following = dict(pairwise(blocks))
     yield from (Instruction("start", message=message) for message in blocks[:1])
-    for stage, seconds in enumerate(compute.forward_s):
+    for stage in range(len(compute.forward_s)):
         if stage in waiting:
             yield Instruction("wait", message=waiting[stage])
             if waiting[stage] in following:
                 yield Instruction("start", message=following[waiting[stage]])
-        yield work(seconds)
+        yield compute.forward(stage)
 
 
 def bucket_program(messages: list[Message], compute: Compute, limit: int) -> Iterator[Instruction]:
@@ -129,7 +142,7 @@ def bucket_program(messages: list[Message], compute: Compute, limit: int) -> Ite
     in_flight: list[Message] = []
     remaining = list(messages)
     for stage in reversed(range(len(compute.backward_s))):
-        yield work(compute.backward_s[stage])
+        yield compute.backward(stage)
         while remaining and remaining[0].stage >= stage:
             while len(in_flight) >= limit:
                 yield Instruction("wait", message=in_flight.pop(0))
@@ -154,7 +167,7 @@ def fsdp_backward_program(messages: list[Message], compute: Compute) -> Iterator
                 started.add(wanted)
             if wanted == stage and stage in gathers:
                 yield Instruction("wait", message=gathers[stage])
-        yield work(compute.backward_s[stage])
+        yield compute.backward(stage)
         for message in reductions[stage]:
             if message.op.startswith("reduce_scatter"):
                 yield from (Instruction("wait", message=earlier) for earlier in in_flight[-1:])

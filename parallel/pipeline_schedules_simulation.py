@@ -47,6 +47,10 @@ class Simulation:
         """The share of all ranks' time in which they are idle."""
         return sum(self.idle) / (len(self.idle) * self.total)
 
+    def rows(self) -> list[list[tuple[str, int, int, float, float]]]:
+        """For each rank its operations in order: kind, stage, micro-batch, start and end."""
+        return [[(*op, *self.times[op]) for op in row] for row in self.schedule.table]
+
     def order(self) -> list[Operation]:
         """All operations of all ranks by their end: what each waits for stands before it."""
         return sorted(self.times, key=lambda op: (self.times[op][1], op.stage % self.schedule.ranks))
@@ -63,13 +67,16 @@ def waits_for(op: Operation, stages: int) -> list[Operation]:
     return own + ([Operation(kind, stage + 1, index)] if stage + 1 < stages else [])
 
 
-def simulate(schedule: Schedule, durations: Durations | None = None, of_stage: list[float] | None = None) -> Simulation:
+def simulate(
+    schedule: Schedule, durations: Durations | list[Durations] | None = None, of_stage: list[float] | None = None
+) -> Simulation:
     """Run the table on paper; ScheduleError if it is incomplete or deadlocks.
 
-    `of_stage` multiplies the durations of each stage, for stages that are not alike.
+    Stages that are not alike have `durations` of their own, or `of_stage` multiplies the common ones; of a message
+    the sending stage's count.
     """
-    durations = durations or Durations()
     check_complete(schedule)
+    each = durations if isinstance(durations, list) else [durations or Durations()] * schedule.stages
     scale = of_stage or [1.0] * schedule.stages
     times: dict[Operation, tuple[float, float]] = {}
     free, position = [0.0] * schedule.ranks, [0] * schedule.ranks
@@ -82,10 +89,10 @@ def simulate(schedule: Schedule, durations: Durations | None = None, of_stage: l
                 needed = waits_for(op, schedule.stages)
                 if any(other not in times for other in needed):
                     break
-                away = [durations.send if other.stage % schedule.ranks != rank else 0.0 for other in needed]
+                away = [each[other.stage].send if other.stage % schedule.ranks != rank else 0.0 for other in needed]
                 ready = max((times[other][1] + s for other, s in zip(needed, away, strict=True)), default=0.0)
                 start = max(free[rank], ready)
-                free[rank] = start + durations.of(op.kind) * scale[op.stage]
+                free[rank] = start + each[op.stage].of(op.kind) * scale[op.stage]
                 times[op] = (start, free[rank])
                 position[rank] += 1
                 remaining -= 1

@@ -1,0 +1,117 @@
+"""Peak memory of a rank under any layout: under pipeline parallelism its table of operations is walked.
+
+A forward pass leaves a stage's activations until its backward pass, and zero-bubble's W keeps the factors of its
+products a while longer. So how much is held at once follows from the schedule, operation by operation.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from llm.args import TrainConfig
+from llm.cost_model_counts import block_matrices, output_matrix
+from llm.cost_model_memory import (
+    CUDA_WORKSPACE_BYTES,
+    batch_bytes,
+    block_backward_bytes,
+    head_activation_bytes,
+    matmul_bytes,
+    optimizer_scratch_bytes,
+    stream_bytes,
+)
+from llm.plan_memory import RankMemory, activation_bytes, moments_of, rank_memory
+from llm.plan_rank import RankShare, place_in_pipeline, rank_share
+from parallel.cost_model_memory import rank_state
+from parallel.cost_model_traffic import Param
+from parallel.pipeline_schedules import BACKWARD, FORWARD, INPUT, Operation, build_schedule
+
+
+def layout_memory(config: TrainConfig, params: list[Param], device: str, world_size: int, rank: int = 0) -> RankMemory:
+    """Bytes of one optimizer step on rank `rank`; `params` are the whole model's, config is resolved."""
+    share, parallel = rank_share(config, params, device, world_size, rank), config.parallel
+    if parallel.pp == 1:
+        return rank_memory(share.work, list(share.params), share.layout, parallel.activation_checkpointing)
+    place = place_in_pipeline(parallel.degrees().resolve(world_size), rank)
+    count = share.layout.micro_batches
+    schedule = build_schedule(parallel.pp_schedule, parallel.pp, count, parallel.pp_chunks)
+    stages = {chunk * parallel.pp + place: pieces for chunk, pieces in enumerate(share.stages)}
+    sizes = {stage: stage_bytes(config, share, pieces) for stage, pieces in stages.items()}
+    return pipeline_memory(config, share, schedule.table[place], sizes)
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """What one micro-batch leaves behind on a stage, and what its passes need besides."""
+
+    kept: int  # from forward to backward
+    factors: int  # from zero-bubble's I to W
+    forward: int  # beside `kept`, at most, while forward runs
+    backward: int  # the same of backward, gradients of parameters left out
+    boundary: int  # of the tensor that crosses to a neighbour
+
+
+def stage_bytes(config: TrainConfig, share: RankShare, pieces: range) -> StageBytes:
+    work, layers = share.work, config.model.num_layers
+    N, e = work.tokens, matmul_bytes(work)
+    blocks = sum(1 <= piece <= layers for piece in pieces)
+    has_head = layers + 1 in pieces
+    block, kept, _ = activation_bytes(work, share.layout, config.parallel.activation_checkpointing)
+    boundary = int(work.stream_tokens * work.model.d_model * stream_bytes(work))
+    logits = N * work.model.vocab_size * e if has_head and not work.fuses("loss") else 0
+    products = block_matrices(work.model)
+    factors = sum(m.calls * (m.outputs + (0 if m.name in SHARED_INPUT else m.inputs)) for m in products)
+    factors *= blocks * N * e
+    if logits:
+        factors += N * e * (output_matrix(work.model).inputs + work.model.vocab_size)
+    return StageBytes(
+        kept=blocks * kept + (head_activation_bytes(work) + logits if has_head else boundary),
+        factors=factors,
+        forward=(block - kept if blocks else 0) + boundary,
+        backward=max(logits, block - kept + block_backward_bytes(work) if blocks else 0) + boundary,
+        boundary=boundary,
+    )
+
+
+SHARED_INPUT = ("k_proj", "v_proj", "up_proj")  # read what another product has kept already
+
+
+def pipeline_memory(
+    config: TrainConfig, share: RankShare, row: Iterable[Operation], sizes: dict[int, StageBytes]
+) -> RankMemory:
+    """Walk one rank's operations; the update is as without a pipeline."""
+    work, layout, params = share.work, share.layout, list(share.params)
+    state = rank_state(params, layout, moments_of(params, work.optimizer))
+    base = state.weights + state.optimizer + layout.micro_batches * batch_bytes(work)
+    base += CUDA_WORKSPACE_BYTES if work.device == "cuda" else 0
+    base += copy_of_table(config, share)
+    gradients = sum(param.nbytes for param in params if param.trainable)
+    gradients += copy_of_table(config, share)
+    held = most = 0
+    there = 0  # gradients of parameters
+    phase_peaks = {"forward": 0, "backward": 0}
+    for op in row:
+        size = sizes[op.stage]
+        if op.kind == FORWARD:
+            phase_peaks["forward"] = max(phase_peaks["forward"], there + held + size.kept + size.forward)
+            held += size.kept
+            most = max(most, held)
+            continue
+        there = gradients if op.kind != INPUT or there else there
+        phase_peaks["backward"] = max(
+            phase_peaks["backward"], there + held + (size.backward if op.kind in (BACKWARD, INPUT) else 0)
+        )
+        held -= {BACKWARD: size.kept, INPUT: size.kept - size.factors}.get(op.kind, size.factors)
+    largest = max((param.nbytes for param in params if param.in_block), default=0)
+    phases = {name: base + value + (largest if name == "backward" else 0) for name, value in phase_peaks.items()}
+    phases["sums over data ranks"] = base + gradients + state.in_flight_last
+    scratch = optimizer_scratch_bytes(work) // (layout.shard if layout.zero else 1)
+    phases["optimizer"] = base + state.gradients + scratch
+    logits = work.tokens * work.model.vocab_size * matmul_bytes(work) if work.part.has_head else 0
+    return RankMemory(state, most, logits, phases)
+
+
+def copy_of_table(config: TrainConfig, share: RankShare) -> int:
+    """Of a tied table, on the last rank, which has no parameter of it."""
+    part, model = share.work.part, share.work.model
+    return (
+        4 * model.vocab_size * model.d_model if model.tie_embeddings and part.has_head and not part.has_embedding else 0
+    )

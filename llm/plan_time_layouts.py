@@ -1,0 +1,169 @@
+"""Step time of any layout: a rank's products, what it waits for within its layers, and the pipeline's idle time.
+
+Tensor parallelism's crossings stand between products and are waited for; of crossings in k chunks one is. A ring's
+messages hide behind its blocks of attention (cost_model_context), gathered keys and traded heads do not. A pipeline is
+run on paper with each stage's own seconds (pipeline_schedules_simulation); its data ranks sum gradients afterwards.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from llm.args import TrainConfig
+from llm.cost_model_counts import Workload
+from llm.cost_model_time import attention_times, block_products_s, output_product_s, predict_step_time
+from llm.hardware_calibration import Rates
+from llm.plan_rank import RankShare, rank_share
+from llm.plan_shapes import rank_messages
+from llm.plan_shapes_pipeline import pipeline_shape
+from llm.plan_time import RankTime, compute_of, message_seconds
+from parallel.cost_model import Cluster
+from parallel.cost_model_context import ring_backward_time, ring_forward_time
+from parallel.cost_model_pipeline import simulate_stages
+from parallel.cost_model_timeline import Compute, StepTime, step_time
+from parallel.cost_model_traffic import ITEM_BYTES, Message, Param
+from parallel.mesh_degrees import Degrees
+from parallel.pipeline_schedules_simulation import Durations, Simulation
+
+COLLECTIVE_OPS = 12  # operations' worth of the host's time that one collective takes to issue, assumed
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a step runs on: a device's rates and the links between devices."""
+
+    device: str
+    rates: Rates
+    cluster: Cluster
+
+
+@dataclass(frozen=True)
+class RankWork:
+    """One rank's share, its messages, and its seconds by stage of one micro-batch."""
+
+    share: RankShare
+    messages: list[Message]
+    compute: Compute
+    host_s: float
+    rates: Rates
+
+
+def layout_time(config: TrainConfig, params: list[Param], machine: Machine, world_size: int, rank: int = 0) -> RankTime:
+    """Seconds of one optimizer step as rank `rank` sees it; `params` are the whole model's, config is resolved."""
+    degrees = config.parallel.degrees().resolve(world_size)
+    seconds_of = message_seconds(degrees, machine.cluster)
+    if degrees.pp > 1:
+        return pipeline_time(config, params, machine, degrees, rank)
+    own = rank_work(config, params, machine, degrees, rank)
+    data = [message for message in own.messages if is_of_data(message)]
+    step = step_time(data, own.compute, own.share.layout, seconds_of)
+    return RankTime(after(step, own.messages, seconds_of), own.host_s)
+
+
+def is_of_data(message: Message) -> bool:
+    return message.axis.startswith("dp")
+
+
+def after(step: StepTime, messages: list[Message], seconds_of: Callable[[Message], float]) -> StepTime:
+    """The step with the sums of shares and Muon's gathers over tp, which follow backward."""
+    waited = sum(seconds_of(m) for m in messages if m.axis == "tp" and m.phase == "matrices")
+    return replace(step, step_s=step.step_s + waited, communication_s=step.communication_s + waited)
+
+
+def rank_work(config: TrainConfig, params: list[Param], machine: Machine, degrees: Degrees, rank: int) -> RankWork:
+    world_size = degrees.grid().size
+    share = rank_share(config, params, machine.device, world_size, rank)
+    messages = rank_messages(params, config, world_size, share.layout.micro_batches, rank)
+    data = [message for message in messages if is_of_data(message)] if degrees.pp == 1 else []
+    checkpointing = config.parallel.activation_checkpointing
+    compute = compute_of(share.work, machine.rates, share.layout, checkpointing, data)
+    seconds_of = message_seconds(degrees, machine.cluster)
+    compute = with_stalls(compute, share.work, machine.rates, messages, seconds_of)
+    host = predict_step_time(share.work, machine.rates).host_s
+    host += COLLECTIVE_OPS * machine.rates.op_overhead_s * len(messages) if machine.device == "cuda" else 0.0
+    return RankWork(share, messages, compute, host, machine.rates)
+
+
+def with_stalls(
+    compute: Compute, work: Workload, rates: Rates, messages: list[Message], seconds_of: Callable[[Message], float]
+) -> Compute:
+    """The seconds that a micro-batch waits within each stage of this rank for tensor and context parallelism."""
+    stalls = {"forward": [0.0] * len(compute.forward_s), "backward": [0.0] * len(compute.forward_s)}
+    ring = [message for message in messages if message.axis == "cp" and message.op == "exchange"]
+    last, layers = len(compute.forward_s) - 1, work.model.num_layers
+    for message in messages:
+        if message.axis not in ("tp", "cp") or message.op == "exchange" or message.phase not in stalls:
+            continue
+        if message.micro_batch == 0 and 1 <= message.stage <= layers:  # all of a rank's blocks are alike
+            for place in range(1, last):
+                stalls[message.phase][place] += seconds_of(message) / work.part.tensor_chunks / work.layers
+        elif message.micro_batch == 0:
+            stalls[message.phase][min(last, message.stage)] += seconds_of(message)
+    if ring:
+        forward, backward = ring_waits(work, rates, ring, seconds_of)
+        for place in range(1, last):
+            stalls["forward"][place] += forward
+            stalls["backward"][place] += backward
+    return replace(compute, forward_stalls_s=tuple(stalls["forward"]), backward_stalls_s=tuple(stalls["backward"]))
+
+
+def ring_waits(
+    work: Workload, rates: Rates, messages: list[Message], seconds_of: Callable[[Message], float]
+) -> tuple[float, float]:
+    """Seconds that one layer's attention waits for keys in forward, and for keys and sums in backward."""
+    ranks, layers = work.part.context_ranks, max(1, work.layers)
+    forward_s, backward_s = (seconds / layers / ranks for seconds in attention_times(work, rates))
+    keys_s = seconds_of(next(m for m in messages if m.phase == "forward"))
+    sums_s = seconds_of(next(m for m in reversed(messages) if m.phase == "backward"))
+    forward = ring_forward_time(ranks, forward_s, keys_s)
+    return forward.exposed_s, ring_backward_time(ranks, backward_s, keys_s, sums_s).exposed_s
+
+
+def pipeline_time(config: TrainConfig, params: list[Param], machine: Machine, degrees: Degrees, rank: int) -> RankTime:
+    """All stages on paper, then the sums over the data ranks and the update of the rank that is last to end."""
+    neighbours = next(ranks for ranks in degrees.groups("pp") if rank in ranks)
+    works = [rank_work(config, params, machine, degrees, other) for other in neighbours]
+    seconds_of = message_seconds(degrees, machine.cluster)
+    simulation = simulated(config, params, works, seconds_of)
+    tails = [tail_s(work, seconds_of) for work in works]
+    own = works[neighbours.index(rank)]
+    busy = own.share.layout.micro_batches * own.compute.micro_batch_s + own.compute.optimizer_s
+    step = StepTime(simulation.total + max(tails), busy, sum(map(seconds_of, own.messages)))
+    idle = sum(simulation.idle) / len(simulation.idle)
+    return RankTime(step, own.host_s, idle_s=idle, simulation=simulation)
+
+
+def simulated(
+    config: TrainConfig, params: list[Param], works: list[RankWork], seconds_of: Callable[[Message], float]
+) -> Simulation:
+    """The schedule with each stage's own seconds."""
+    parallel, work = config.parallel, works[0].share.work
+    tokens = work.tokens // work.part.stream_ranks
+    shape = pipeline_shape(params, config, [tokens] * works[0].share.layout.micro_batches)
+    boundary = Message("exchange", "pp", shape.dtype, shape.ranks, tokens * shape.width * ITEM_BYTES[shape.dtype], "")
+    send_s = seconds_of(boundary)
+    durations = []
+    for chunk in range(parallel.pp_chunks):
+        durations += [stage_durations(own, own.share.stages[chunk], config, send_s) for own in works]
+    return simulate_stages(shape, durations)
+
+
+def stage_durations(own: RankWork, pieces: range, config: TrainConfig, send_s: float) -> Durations:
+    """Of one stage: its blocks' share of the rank's, and the ends where they are."""
+    compute, work, layers = own.compute, own.share.work, config.model.num_layers
+    blocks = sum(1 <= piece <= layers for piece in pieces)
+    places = ([0] if 0 in pieces else []) + [1] * blocks + ([-1] if layers + 1 in pieces else [])
+    forward = sum(compute.forward_s[place] + compute.forward_stalls_s[place] for place in places)
+    backward = sum(compute.backward_s[place] + compute.backward_stalls_s[place] for place in places)
+    rates, weight = own.rates, 0.0
+    if config.parallel.pp_schedule == "zero_bubble":
+        weight = blocks * block_products_s(work, rates)
+        weight += output_product_s(work, rates) if layers + 1 in pieces and not work.fuses("loss") else 0.0
+    return Durations(forward, backward - weight, weight, send_s)
+
+
+def tail_s(own: RankWork, seconds_of: Callable[[Message], float]) -> float:
+    """What follows a rank's last backward pass: sums over tp and the data ranks one after the other, the update."""
+    data = [
+        m for m in own.messages if (is_of_data(m) and m.phase != "host") or (m.axis == "tp" and m.phase == "matrices")
+    ]
+    return sum(map(seconds_of, data)) + own.compute.optimizer_s
