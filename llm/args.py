@@ -7,6 +7,7 @@ and ScheduleConfig stand beside the code that they configure.
 from dataclasses import dataclass, field, replace
 
 from configs.errors import UserError, check_choice, check_positive
+from llm.lora import LoraConfig
 from llm.optimizer import OptimizerConfig
 from llm.schedule import ScheduleConfig
 from parallel.activation_checkpointing import MODES as CHECKPOINTING
@@ -254,6 +255,7 @@ class TrainConfig:
     name: str = "???"
     runs_dir: str = "runs"
     resume: str = "auto"  # auto: the newest whole checkpoint of this run, else a fresh start; or "none"
+    init_from: str | None = None  # weights that a fresh start begins with: a run, or a checkpoint's directory
     seed: int = 1337
     device: str = "auto"
     dtype: str = "auto"  # matmul inputs: bfloat16 autocast on a GPU, float32 on a CPU; weights are float32
@@ -275,6 +277,7 @@ class TrainConfig:
     model: ModelConfig = "???"  # no default: one whose nulls are filled in would hide a group file's nulls
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     kernels: KernelsConfig = field(default_factory=KernelsConfig)

@@ -8,6 +8,7 @@ everything is compared by name, shape and kind of optimizer before anything is c
 import os
 import shutil
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from configs.errors import UserError
 from llm.checkpoint_pieces import MODEL_PREFIX, OPTIMIZER_PREFIX, Held, model_tensors, state_name
+from llm.lora import is_adapter
 from llm.optimizer import STATE_KEYS
 from parallel.collectives import all_reduce_max
 from parallel.mesh import Mesh
@@ -92,6 +94,22 @@ def restore(held: Held, path: str | Path, mesh: Mesh | None = None) -> dict[str,
     except SharedFault as error:
         raise UserError(str(error)) from error
     return state
+
+
+def load_weights(held: Held, path: str | Path, mesh: Mesh | None = None) -> None:
+    """Fill the model's tensors that this rank holds from a checkpoint of any layout; the optimizer's state stays out.
+
+    Adapters of `held` that the checkpoint lacks keep their initial values. Every rank calls it; raises as `restore`.
+    """
+    try:
+        reader, _ = together(mesh, open_checkpoint, path, MODEL_PREFIX)
+        pieces = [piece for piece in held.model if piece.name in reader.index or not is_adapter(piece.name)]
+        claimed = claimed_by_any(replace(held, model=pieces, updated=[]), reader, mesh)
+        own, saved = ({piece.name: piece.shape for piece in pieces}, {n: reader.shape(n) for n in reader.names()})
+        together(mesh, check_model, own, saved, claimed)
+        together(mesh, load_pieces, reader, pieces)
+    except SharedFault as error:
+        raise UserError(f"init_from={path}: {error}") from error
 
 
 def claimed_by_any(held: Held, reader: CheckpointReader, mesh: Mesh | None) -> set[str]:

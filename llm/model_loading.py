@@ -14,6 +14,7 @@ from llm.args import ModelConfig
 from llm.bpe_tokenizer import Tokenizer
 from llm.checkpoint import copy_model_tensors, load_checkpoint
 from llm.checkpoint_pieces import MODEL_PREFIX
+from llm.lora import LoraConfig, merge
 from llm.transformer import Transformer
 from parallel.sharded_checkpoint_manifest import find_checkpoint
 
@@ -49,10 +50,12 @@ def load_model(
 ) -> tuple[Transformer, Tokenizer, dict[str, Any]]:
     """The model in `dtype` on `device`, in evaluation mode, its tokenizer, and the checkpoint's state.
 
-    Only the model's tensors are read. Raises UserError when the checkpoint is damaged or does not fit its config.
+    Only the model's tensors are read; adapters are merged into the weights. Raises UserError when the checkpoint is
+    damaged or does not fit its config.
     """
     path = Path(path)
     tensors, state = load_checkpoint(path, prefix=MODEL_PREFIX)
+    tensors = merge(tensors, load_config(LoraConfig, state["config"].get("lora") or {}))
     model = Transformer(load_config(ModelConfig, state["config"]["model"]))
     copy_model_tensors(model, tensors)
     return model.to(device=device, dtype=dtype).eval(), Tokenizer.load(path), state

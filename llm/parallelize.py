@@ -1,7 +1,7 @@
 """The only place that knows both the model and the strategies applied to it, from outside, in one fixed order.
 
-The order is: convert, tp + sp, pp, ep, cp, activation checkpointing, compile, then fsdp or ddp; what is not there yet
-is refused. Each keeps parameter names.
+The order is: convert (kernels, LoRA), tp + sp, pp, ep, cp, activation checkpointing, compile, then fsdp or ddp; what is
+not there yet is refused. Each keeps parameter names.
 """
 
 import shutil
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from configs.errors import UserError
 from llm.args import ParallelConfig, TrainConfig
 from llm.data_loader import Batch
+from llm.lora import apply_lora, is_adapter
 from llm.loss import CrossEntropyLoss, FusedCrossEntropyLoss, LossSums
 from llm.loss_vocab import vocab_head
 from llm.optimizer import build_optimizer
@@ -24,7 +25,7 @@ from llm.parallelize_pipeline import Pipeline, apply_pipeline, pipeline_strategy
 from llm.parallelize_strategy import Strategy
 from llm.parallelize_tensor import apply_tensor, fill_parts, tensor_strategy
 from llm.transformer_context import make_context
-from llm.transformer_init import initialise_range
+from llm.transformer_init import initialise_parameter, initialise_range
 from llm.transformer_kernels import apply_kernels
 from parallel.activation_checkpointing import make_checkpoint
 from parallel.ddp import DataParallel, DdpSettings
@@ -113,6 +114,7 @@ def parallelize(model: nn.Module, config: TrainConfig, mesh: Mesh) -> Paralleliz
     """
     refuse_unknown(config.parallel)
     apply_kernels(model, config.kernels, mesh.device)
+    convert(model, config)
     tensor_layout = apply_tensor(model, config, mesh)  # before the stages, which then exchange parts of a tied table
     stages = apply_pipeline(model, config, mesh)
     shards = apply_context(model, config, mesh)
@@ -128,6 +130,14 @@ def parallelize(model: nn.Module, config: TrainConfig, mesh: Mesh) -> Paralleliz
     context_of = make_context if shards is None else shards.make_context
     pipeline = None if stages is None else Pipeline(stages, strategy, autocast_dtype, context_of)
     return Parallelized(model, optimizer, strategy, compile_mode, shards, pipeline)
+
+
+def convert(model: nn.Module, config: TrainConfig) -> None:
+    """Adapters in place of full weights where the config asks for them, drawn by name as every parameter is."""
+    apply_lora(model, config.lora)
+    for name, parameter in model.named_parameters():
+        if is_adapter(name) and not parameter.is_meta:
+            initialise_parameter(name, parameter, config.seed, config.model.num_layers)
 
 
 def refuse_unknown(config: ParallelConfig) -> None:

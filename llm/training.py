@@ -3,12 +3,11 @@
     python -m llm.training experiment=quickstart
     torchrun --nproc-per-node=2 -m llm.training experiment=quickstart micro_batch_size=16
 
-Reading order from here: training_setup (what a run needs), training_step (the one function that learns), transformer,
-loss, optimizer, data_loader, checkpoint, cost_model. A killed run continues bit for bit with the same command.
+Reading order from here: training_loop (the loop), training_setup (what a run needs), training_step (the one function
+that learns), transformer, loss, optimizer, data_loader, checkpoint, cost_model. A killed run continues bit for bit with
+the same command. `init_from=runs/x` starts a fresh run from another's weights.
 """
 
-import signal
-import sys
 from typing import Any
 
 import hydra
@@ -16,92 +15,13 @@ from omegaconf import DictConfig
 
 from configs.loader import CONFIG_DIR, register_schema, run_script
 from llm.args import TrainConfig
-from llm.evaluation import Evaluation, evaluate_stages, evaluate_sums
-from llm.training_communication import OTHER
-from llm.training_measure import FirstSteps, log_step, predict
-from llm.training_output import TrainingProgress, print_finish, print_start, write_sample
-from llm.training_profile import StepProfiler
-from llm.training_setup import Trainer, set_up
-from llm.training_signals import StopSignals
-from parallel.collectives import all_reduce_sum
-from parallel.mesh import close_mesh, init_mesh
+from llm.training_loop import run_training
+from llm.training_setup import Task
 
 
 def train(config: TrainConfig) -> dict[str, Any]:
     """Run training to max_steps, or to a stop signal or max_time_s; returns what stands in report.json."""
-    parallel = config.parallel
-    mesh = init_mesh(config.device, parallel.timeout_s, parallel.degrees(), parallel.force)
-    try:
-        with StopSignals() as signals:
-            trainer = set_up(config, mesh)
-            trainer.record.open(trainer.step, *predict(trainer))
-            print_start(trainer)
-            state = run_steps(trainer, signals)
-            finish(trainer, state)
-    finally:
-        close_mesh(mesh)
-    if signals.requested == signal.SIGINT:
-        sys.exit(130)
-    return trainer.record.report
-
-
-def run_steps(trainer: Trainer, signals: StopSignals) -> str:
-    """The loop: step, log, validate, save; returns "finished" or "stopped"."""
-    config = trainer.config
-    first_steps = FirstSteps(trainer)
-    trainer.throughput.resume()
-    with TrainingProgress(trainer) as progress, StepProfiler(trainer) as profiler:
-        while trainer.step < config.max_steps:
-            wants_stop = signals.requested is not None or trainer.out_of_time()
-            with first_steps.measured(), profiler.step():
-                result = trainer.training_step.run(trainer.step, trainer.micro_batches(), wants_stop)
-            if result is None:
-                trainer.save()
-                return "stopped"
-            trainer.count()
-            first_steps.count()
-            profiler.count()
-            last = trainer.step == config.max_steps
-            if trainer.step % config.log_every == 0 or last:
-                progress.show(log_step(trainer, result))
-            if trainer.step % config.validate_every == 0 or last:
-                progress.show(f"validation loss {validate(trainer).loss:.4f}")
-            if trainer.step % config.checkpoint.every_steps == 0 or last:
-                trainer.save()
-    return "finished"
-
-
-def validate(trainer: Trainer) -> Evaluation:
-    """The loss over the same windows each time, each data rank on its share."""
-    mesh, config = trainer.mesh, trainer.config
-    with trainer.off_the_clock():
-        batches = trainer.validation.batches(config.micro_batch_size, mesh.rank_in("dp"), mesh.size("dp"))
-        trainer.model.eval()
-        shards, pipeline = trainer.training_step.shards, trainer.training_step.pipeline
-        seq_len, device = config.data.seq_len, mesh.device
-        if pipeline is not None:
-            sums = evaluate_stages(pipeline, batches, seq_len, device, shards)
-        else:
-            sums = evaluate_sums(trainer.model, batches, seq_len, device, trainer.autocast_dtype, shards)
-        trainer.model.train()
-        for axis in ("dp_cp", "pp"):  # of a pipeline the last stage has them
-            all_reduce_sum(sums.tensor, mesh, axis)
-        result = sums.result(trainer.validation.bytes_per_token)
-        trainer.record.validation(trainer.step, result)
-    return result
-
-
-def finish(trainer: Trainer, state: str) -> None:
-    """A sample, the last measurements, the report page, and the summary on the terminal."""
-    trainer.loader.close()
-    if state == "finished":
-        with trainer.training_step.strategy.gathered():  # by every rank, although one alone samples
-            if trainer.mesh.is_main:
-                write_sample(trainer)
-    trainer.communication.take(OTHER, trainer.step)
-    trainer.record.communication(trainer.communication.written())
-    trainer.record.close(state)
-    print_finish(trainer, state)
+    return run_training(config, Task())
 
 
 @hydra.main(version_base="1.3", config_path=CONFIG_DIR, config_name="training")

@@ -77,6 +77,11 @@ class Record:
             "loss_by_position": result.loss_by_position,
         }
 
+    def task(self, step: int, fields: dict[str, Any]) -> None:
+        """What a task measures at a validation: a line, and in the report the last of them."""
+        self.line(step, **fields)
+        self.report["task"] = {"step": step, **fields}
+
     def measure(self, **fields: Any) -> None:
         self.report["measured"].update(fields)
 
@@ -85,11 +90,15 @@ class Record:
         if not self.is_writer:
             return
         self.report["state"] = state
-        both = self.report["predicted"], self.report["measured"]
-        self.report["rows"] = comparison_rows(*both) + communication_rows(*both)
+        self.report["rows"] = self.rows()
         self.run_dir.write_json("report.json", self.report)
         if self.report["measured"]:
             write_report(self.run_dir.path)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Predicted beside measured."""
+        both = self.report["predicted"], self.report["measured"]
+        return comparison_rows(*both) + communication_rows(*both)
 
     def close(self, state: str) -> None:
         self.write_report(state)

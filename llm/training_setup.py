@@ -4,9 +4,11 @@ Ranks, data, model, optimizer, the newest whole checkpoint, and then the predict
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,12 +16,13 @@ from configs.errors import UserError
 from configs.run_dir import RunDir
 from llm.args import TrainConfig
 from llm.bpe_tokenizer import Tokenizer
-from llm.checkpoint import restore, save_checkpoint
+from llm.checkpoint import load_weights, restore, save_checkpoint
 from llm.checkpoint_pieces import Sharding, held_pieces
 from llm.data_loader import Batch, BatchLoader, LoaderConfig, ValidationSet, open_sources, source_weights
 from llm.hardware import Hardware, detect_hardware
 from llm.hardware_allocator import keep_freed_memory
 from llm.metrics import Throughput
+from llm.model_loading import resolve_checkpoint
 from llm.optimizer import MixedOptimizer
 from llm.parallelize import Parallelized, make_forward_loss, parallelize
 from llm.training_communication import OTHER, STEP, Communication
@@ -30,6 +33,19 @@ from llm.transformer_init import initialise, transformer_on_meta
 from llm.transformer_kernels import make_loss
 from parallel.mesh import Mesh
 from parallel.sharded_checkpoint_manifest import find_checkpoint, list_checkpoints
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a run learns from, and what it measures besides the loss; the defaults are pretraining's.
+
+    open_data(config, tokenizer, mesh) -> loader, validation: what the loop uses of BatchLoader and ValidationSet.
+    evaluate(trainer) -> fields of a line of metrics.jsonl, and a short status; called by all ranks before the first
+        step and at each validation.
+    """
+
+    open_data: Callable[..., tuple[Any, Any]] | None = None
+    evaluate: Callable[..., tuple[dict[str, Any], str]] | None = None
 
 
 @dataclass
@@ -50,6 +66,7 @@ class Trainer:
     record: Record
     throughput: Throughput
     communication: Communication
+    task: Task = field(default_factory=Task)
     sharding: Sharding | None = None  # the strategy under which ranks hold parts of parameters, if there is one
     step: int = 0  # optimizer steps done
     tokens_seen: int = 0  # of all ranks, padding and ignored targets included
@@ -121,9 +138,11 @@ class Trainer:
                     f"resume=none, but {checkpoints} holds checkpoints that a fresh run would mix with; "
                     f"use another name, resume=auto, or remove {self.run_dir.path}"
                 )
+            self.start_from_weights()
             return
         path = find_checkpoint(checkpoints, self.mesh)
         if path is None:
+            self.start_from_weights()
             return
         state = restore(held_pieces(self.model, self.optimizer, self.mesh, self.sharding), path, self.mesh)
         self.step, self.tokens_seen = state["step"], state["tokens_seen"]
@@ -134,8 +153,25 @@ class Trainer:
         if self.mesh.is_main:
             print(f"resumed from {path}")
 
+    def start_from_weights(self) -> None:
+        """Of a fresh run: the weights of `init_from`, where it is given."""
+        if self.config.init_from is None:
+            return
+        path = weights_path(self.config.init_from)
+        load_weights(held_pieces(self.model, self.optimizer, self.mesh, self.sharding), path, self.mesh)
+        if self.mesh.is_main:
+            print(f"started from the weights of {path}")
 
-def set_up(config: TrainConfig, mesh: Mesh) -> Trainer:
+
+def weights_path(init_from: str) -> Path:
+    """The checkpoint that `init_from` names: a directory that is one, or a run's newest whole one."""
+    path = Path(init_from)
+    if (path / "index.json").is_file():
+        return path
+    return resolve_checkpoint(init_from, None)
+
+
+def set_up(config: TrainConfig, mesh: Mesh, task: Task = Task()) -> Trainer:
     """Build every part of a run and restore its newest checkpoint; UserError for whatever does not fit."""
     if mesh.device.type == "cpu":
         keep_freed_memory()  # before the calibration, which then sees the allocator that the run will have
@@ -143,7 +179,7 @@ def set_up(config: TrainConfig, mesh: Mesh) -> Trainer:
     config.grad_accum_steps(mesh.size("dp"))
     tokenizer = Tokenizer.load(config.data.tokenizer)
     config = resolve(config, tokenizer, mesh)
-    loader, validation = open_data(config, tokenizer, mesh)
+    loader, validation = (task.open_data or open_data)(config, tokenizer, mesh)
     parts = build_model(config, mesh)
     config.compile = parts.compile
     loss = make_loss(config.kernels, config.z_loss)
@@ -164,6 +200,7 @@ def set_up(config: TrainConfig, mesh: Mesh) -> Trainer:
         record=Record(run_dir, config, mesh.is_main),
         throughput=Throughput(mesh.device),
         communication=Communication(mesh),
+        task=task,
         sharding=parts.strategy if hasattr(parts.strategy, "pieces") else None,
     )
     trainer.resume()

@@ -37,13 +37,15 @@ def initialise_range(name: str, shape: tuple[int, ...], start: int, flat: Tensor
 
     Nothing larger than a block is held besides.
     """
-    if name.endswith("bias"):
+    if name.endswith(("bias", "lora_b")):
         flat.zero_()
         return
     if len(shape) == 1:
         flat.fill_(1.0)
         return
     total, stop, std = math.prod(shape), start + flat.numel(), parameter_std(name, num_layers)
+    if name.endswith("lora_a"):
+        std = 1.0 / math.sqrt(3.0 * shape[1])  # the variance that Hu et al.'s code draws it with
     for block in range(start // BLOCK_ELEMENTS, -(-stop // BLOCK_ELEMENTS)):
         begin = block * BLOCK_ELEMENTS
         values = torch.empty(min(BLOCK_ELEMENTS, total - begin), dtype=torch.float32)

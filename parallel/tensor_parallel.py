@@ -31,6 +31,7 @@ from parallel.tensor_parallel_placement import Placement, place
 
 Plan = dict[str, str]
 STYLES = ("column", "kv", "row", "vocab", "heads", "last")
+WHOLE_FACTOR = {"column": "lora_a", "kv": "lora_a", "row": "lora_b"}  # of a layer's adapters (llm/lora)
 
 
 @dataclass(frozen=True)
@@ -89,11 +90,13 @@ def placements_of(
 def placement_of(name: str, shape: tuple[int, ...], plan: Plan, ranks: int, settings: TensorSettings) -> Placement:
     module, _, kind = name.rpartition(".")
     style = style_of(module, plan)
+    if kind == WHOLE_FACTOR.get(style):
+        return place(shape, ranks, None, 1, True, name)  # whole, and each rank's product with it is a share
     if style in ("column", "vocab"):
         return place(shape, ranks, 0, ranks, False, name)
     if style == "kv":
         return place(shape, ranks, 0, min(ranks, settings.kv_heads), True, name)
-    if style == "row" and kind == "weight":
+    if style == "row" and kind != "bias":
         return place(shape, ranks, 1, ranks, False, name)
     # Whole. What works on single heads, or on a stream cut by tokens, sees a share of what there is.
     return place(shape, ranks, None, 1, style == "heads" or settings.sequence_parallel, name)
