@@ -1,6 +1,5 @@
 """From a checked request to what the engine is asked for: token ids and parameters of each sequence."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from configs.errors import UserError
@@ -83,11 +82,13 @@ def check_choices(count: int, bounds: Bounds) -> None:
         raise ApiError(400, f"n x prompts = {count} is over this server's limit of {limit} a request", None, "n")
 
 
-def check_ids(ids: Iterable[int], vocab_size: int) -> None:
+def check_ids(ids: list[int], vocab_size: int) -> None:
     """ApiError unless every id is one of the tokenizer's."""
-    for token_id in ids:
+    for place, token_id in enumerate(ids):
         if not 0 <= token_id < vocab_size:
-            raise ApiError(400, f"token id {token_id} is outside 0..{vocab_size - 1}", "unknown_token_id", "prompt")
+            # The id itself may have thousands of digits; its place is always short.
+            reason = f"the token id at place {place} is outside 0..{vocab_size - 1}; use this model's tokenizer"
+            raise ApiError(400, reason, "unknown_token_id", "prompt")
 
 
 def check_length(num_tokens: int, bounds: Bounds) -> None:

@@ -194,8 +194,9 @@ def parse_body(schema: type[GenerationBody], content: bytes) -> Any:
 
 
 def explain(error: ValidationError) -> ApiError:
-    """The first complaint in one line, with the field that it is about."""
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    """One complaint in one line, with the field that it is about: of the first field's, the most specific one."""
+    complaints = error.errors(include_url=False, include_input=False, include_context=False)
+    first = max((one for one in complaints if one["loc"][:1] == complaints[0]["loc"][:1]), key=lambda e: len(e["loc"]))
     field = ".".join(str(part) for part in first["loc"] if not is_branch(part)) or None
     reason = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
