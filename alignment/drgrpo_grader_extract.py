@@ -4,10 +4,13 @@ A text is first cut to 64 KB round its last marker, so that nothing behind this 
 """
 
 import re
+from dataclasses import dataclass
 
+MODES = ("answer_tag", "boxed", "gsm8k", "pair", "last_number")
 MAX_CHARS = 65_536
 MAX_NESTING = 8
 MARKERS = ("<answer>", "</answer>", "\\boxed", "\\fbox", "####")
+LAST_NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
 BOX = re.compile(r"\\f?box(?:ed)?(?![A-Za-z])")
 
 
@@ -75,3 +78,70 @@ def last_boxed(text: str) -> str | None:
             return content if found is not None else None
         content = found[-1]
     return None
+
+
+@dataclass(frozen=True)
+class Extraction:
+    """The answer's text, or None when the response gives none or several, and whether the form is as asked."""
+
+    answer: str | None
+    format_ok: bool
+
+
+def extract(response: str, mode: str) -> Extraction:
+    """The answer of a response in one of MODES; never raises on text."""
+    if mode == "pair":
+        return Extraction(response, True)
+    if mode == "answer_tag":
+        return extract_answer_tag(response)
+    text = cut(response)
+    if mode == "boxed":
+        return extract_boxed(text)
+    if mode == "gsm8k":
+        return extract_gsm8k(text)
+    return extract_last_number(text)
+
+
+def extract_answer_tag(response: str) -> Extraction:
+    """One <answer> block behind </think>; a second block or second </think> is a hedge, and nothing is taken.
+
+    The form is right when only spaces stand between </think> and <answer>, and nothing behind </answer>.
+    """
+    counts = [response.count(tag) for tag in ("</think>", "<answer>", "</answer>")]
+    if counts != [1, 1, 1]:
+        return Extraction(None, False)
+    thinking, _, rest = response.partition("</think>")
+    between, opened, rest = rest.partition("<answer>")
+    content, closed, behind = rest.partition("</answer>")
+    if not opened or not closed:
+        return Extraction(None, False)
+    nested = thinking.count("<think>") > 1 or (("<think>" in thinking) and not thinking.lstrip().startswith("<think>"))
+    format_ok = not (between.strip() or behind.strip() or nested or "<think>" in content) and bool(content.strip())
+    content = content.strip()
+    if not content or len(content) > MAX_CHARS:
+        return Extraction(None, False)
+    if BOX.search(content):
+        return Extraction(extract_boxed(content).answer, format_ok)
+    return Extraction(content, format_ok)
+
+
+def extract_boxed(text: str) -> Extraction:
+    """The boxed answer; several boxes must hold the same text, since the model must choose one."""
+    found = boxes(text)
+    if not found or len({"".join(one.split()) for one in found}) != 1:
+        return Extraction(None, False)
+    answer = (last_boxed(text) or "").strip()
+    return Extraction(answer or None, bool(answer))
+
+
+def extract_gsm8k(text: str) -> Extraction:
+    """What follows the last "####" on its line."""
+    _, marker, behind = text.rpartition("####")
+    answer = behind.lstrip(" \t").partition("\n")[0].strip()
+    return Extraction(answer or None, bool(marker and answer)) if marker else Extraction(None, False)
+
+
+def extract_last_number(text: str) -> Extraction:
+    """The last number of the text, for base models that know no marker: a lenient figure, no reward to train on."""
+    found = LAST_NUMBER.findall(text)
+    return Extraction(found[-1].rstrip(",."), True) if found else Extraction(None, False)
