@@ -15,13 +15,14 @@ import json
 import statistics
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench_mark.bench_mark_ddp_contestants import parse_variant
-from bench_mark.bench_mark_ddp_measure import loss_difference, measure
+from bench_mark.bench_mark_ddp_contestants import build, parse_variant
+from bench_mark.bench_mark_ddp_measure import loss_difference, prepare, take_turns
 from bench_mark.bench_mark_ddp_prediction import Predictor
 from bench_mark.bench_mark_ddp_profile import print_difference, profile_step
 from bench_mark.bench_mark_fsdp_contestants import Contestant, Setup
@@ -97,6 +98,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--kernels", default="plain", choices=("plain", "fused"))
     parser.add_argument("--attention", default=None)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--block", type=int, default=None, help="steps between two waits for the device; GPU: 5")
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--profile", action="store_true", help="three more steps of each under torch.profiler")
@@ -134,7 +136,9 @@ def main() -> None:
         "attention": work.model.attention, "compile": work.compile, "batch": [work.micro_batch_size, work.seq_len],
         "link": predictor.describe_link(), "command": " ".join(["bench_mark_ddp", *map(str, vars(args).items())]),
     }  # fmt: skip
-    contestants = measure(setup, args.variants.split(","), args.steps, args.warmup)
+    names = args.variants.split(",")
+    contestants = [prepare(partial(build, name, setup), mesh, args.warmup) for name in names]
+    take_turns(contestants, mesh, args.steps, args.block or default_block(mesh.device))
     bare = [statistics.median(c.seconds) for c in contestants if c.name == "bare"]
     rows = [row_of(contestant, predictor, bare[0] if bare else None) for contestant in contestants]
     if args.profile:
@@ -147,6 +151,11 @@ def main() -> None:
     worst, bound = known["loss_difference"], LOSS_TOLERANCE[work.dtype]
     if worst > bound:  # at the end: a measurement is never lost to it
         sys.exit(f"error: losses of the contestants differ by {worst:.1e}, more than {bound}")
+
+
+def default_block(device: torch.device) -> int:
+    """Steps in a turn: on a GPU the host may run ahead, on a CPU a shared machine drifts."""
+    return 5 if device.type == "cuda" else 1
 
 
 def report(known: dict[str, Any], rows: list[dict[str, Any]], path: str) -> None:

@@ -1,41 +1,50 @@
-"""How the contestants of bench_mark_ddp are measured: memory of one warm step each, then steps that alternate."""
+"""How the contestants of bench_mark_ddp and bench_mark_fsdp are measured: memory of one warm step, then time.
+
+Contestants take turns, which a drift hits alike. A turn is a block of steps, at whose end alone the host waits for the
+device: within one it may run ahead, as it does in training.
+"""
 
 import gc
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from bench_mark.bench_mark_ddp_contestants import build
-from bench_mark.bench_mark_fsdp_contestants import Contestant, Setup
+from bench_mark.bench_mark_fsdp_contestants import Contestant
 from llm.metrics_memory import PeakMemory
 from parallel.collectives import barrier
+from parallel.mesh import Mesh
+
+ADDS_UP = ("calls", "bytes", "seconds", "exposed_seconds")  # fields of the log's lines that grow with every step
 
 
-def measure(setup: Setup, names: list[str], steps: int, warmup: int) -> list[Contestant]:
-    """Build and warm up each contestant, see its peak memory, then time steps in turn, which a drift hits alike."""
-    mesh, contestants = setup.mesh, []
-    on_gpu = mesh.device.type == "cuda"
-    for name in names:
-        held_by_others = torch.cuda.memory_allocated(mesh.device) if on_gpu else 0
-        contestant = build(name, setup)
-        for _ in range(warmup):
-            contestant.losses.append(contestant.step().item())
-        gc.collect()
-        with PeakMemory(mesh.device, contestant.tensors()) as memory:
-            contestant.losses.append(contestant.step().item())
-        contestant.peak_bytes = memory.peak_bytes - held_by_others
-        contestants.append(contestant)
-    for _ in range(steps):
+def prepare(build: Callable[[], Contestant], mesh: Mesh, warmup: int) -> Contestant:
+    """A contestant that has warmed up, with the peak memory of one step; what others hold is not counted."""
+    held_by_others = torch.cuda.memory_allocated(mesh.device) if mesh.device.type == "cuda" else 0
+    contestant = build()
+    for _ in range(warmup):
+        contestant.losses.append(contestant.step().item())
+    gc.collect()
+    with PeakMemory(mesh.device, contestant.tensors()) as memory:
+        contestant.losses.append(contestant.step().item())
+    contestant.peak_bytes = memory.peak_bytes - held_by_others
+    return contestant
+
+
+def take_turns(contestants: list[Contestant], mesh: Mesh, steps: int, block: int) -> None:
+    """At least `steps` steps of each, in blocks: a block's seconds and lines of the log are its mean step's."""
+    for _ in range(0, steps, block):
         for contestant in contestants:
             barrier(mesh, "world")
             mesh.log.drain(0)
             began = time.perf_counter()
-            loss = contestant.step().item()  # waits for the device
-            contestant.seconds.append(time.perf_counter() - began)
-            contestant.losses.append(loss)
-            contestant.comm.append(mesh.log.drain(0))
-    return contestants
+            losses = [contestant.step() for _ in range(block)]
+            contestant.host_seconds.append((time.perf_counter() - began) / block)  # until the steps were issued
+            contestant.losses += torch.stack(losses).tolist()  # waits for the device
+            contestant.seconds.append((time.perf_counter() - began) / block)
+            lines = mesh.log.drain(0)
+            contestant.comm.append([{k: v / block if k in ADDS_UP else v for k, v in line.items()} for line in lines])
 
 
 def loss_difference(rows: list[dict[str, Any]], ranks: int) -> float:

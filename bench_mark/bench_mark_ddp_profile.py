@@ -15,6 +15,7 @@ from bench_mark.bench_mark_fsdp_contestants import Contestant
 
 STEPS = 3
 NAME_LENGTH = 100
+GAP_NAME_LENGTH, GAPS_SHOWN = 40, 12
 
 
 def profile_step(contestant: Contestant, device: torch.device) -> dict[str, Any]:
@@ -45,7 +46,7 @@ def profile_step(contestant: Contestant, device: torch.device) -> dict[str, Any]
         seconds = (event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total) / 1e6
         kernels[event.name[:NAME_LENGTH]] += seconds / STEPS
         launches[event.name[:NAME_LENGTH]] += 1
-        spans.append((event.time_range.start, event.time_range.end))
+        spans.append((event.time_range.start, event.time_range.end, event.name[:GAP_NAME_LENGTH]))
     span_s, busy_s = covered(spans)
     return {
         "wall_s": wall_s / STEPS,
@@ -54,17 +55,30 @@ def profile_step(contestant: Contestant, device: torch.device) -> dict[str, Any]
         "busy_s": busy_s / STEPS,
         "idle_s": (span_s - busy_s) / STEPS,
         "kernels": dict(sorted(kernels.items(), key=lambda item: -item[1])[:60]),
+        "gaps": {name: seconds / STEPS for name, seconds in gaps(spans)},
         "launches": {name: count / STEPS for name, count in launches.items()},
     }
 
 
-def covered(spans: list[tuple[float, float]]) -> tuple[float, float]:
+def gaps(spans: list[tuple[float, float, str]]) -> list[tuple[str, float]]:
+    """The times at which nothing runs, added up by what ends before and what starts after, the longest first."""
+    total: dict[str, float] = defaultdict(float)
+    end, before = None, ""
+    for start, stop, name in sorted(spans):
+        if end is not None and start > end:
+            total[f"{before} -> {name}"] += (start - end) / 1e6
+        if end is None or stop > end:
+            end, before = stop, name
+    return sorted(total.items(), key=lambda item: -item[1])[:GAPS_SHOWN]
+
+
+def covered(spans: list[tuple[float, float, str]]) -> tuple[float, float]:
     """Seconds from the first start to the last end, and those of them that lie in some span (microseconds in)."""
     if not spans:
         return 0.0, 0.0
     spans = sorted(spans)
     busy, end = 0.0, spans[0][0]
-    for start, stop in spans:
+    for start, stop, _ in spans:
         busy += max(0.0, stop - max(start, end))
         end = max(end, stop)
     return (end - spans[0][0]) / 1e6, busy / 1e6
@@ -78,3 +92,7 @@ def print_difference(name: str, profiled: dict[str, Any], bare: dict[str, Any], 
     differences = {n: profiled["kernels"].get(n, 0.0) - bare["kernels"].get(n, 0.0) for n in names}
     for kernel, seconds in sorted(differences.items(), key=lambda item: -abs(item[1]))[:most]:
         print(f"  {1e6 * seconds:+9.1f}  x{profiled['launches'].get(kernel, 0):.0f}  {kernel}")
+    names = profiled["gaps"].keys() | bare["gaps"].keys()
+    idle = {n: profiled["gaps"].get(n, 0.0) - bare["gaps"].get(n, 0.0) for n in names}
+    for place, seconds in sorted(idle.items(), key=lambda item: -abs(item[1]))[:most]:
+        print(f"  {1e6 * seconds:+9.1f}  idle  {place}")

@@ -10,16 +10,18 @@ the wrappers are forced on: hooks, gathers and reductions all run, in a group of
 """
 
 import argparse
-import gc
 import json
 import statistics
-import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench_mark.bench_mark_ddp import default_block
+from bench_mark.bench_mark_ddp_measure import loss_difference, prepare, take_turns
+from bench_mark.bench_mark_ddp_profile import profile_step
 from bench_mark.bench_mark_fsdp_contestants import VARIANTS, Contestant, Setup, build
 from bench_mark.bench_mark_fsdp_predictions import predictions
 from bench_mark.bench_mark_model import SHAPES, load_model_config
@@ -30,8 +32,6 @@ from configs.run_dir import write_json_atomic
 from llm.args import HardwareConfig, KernelsConfig
 from llm.cost_model import Workload
 from llm.hardware import Hardware, detect_hardware
-from llm.metrics_memory import PeakMemory
-from parallel.collectives import barrier
 from parallel.mesh import close_mesh, init_mesh
 from parallel.mesh_degrees import Degrees
 
@@ -42,74 +42,20 @@ COLUMNS = (
 LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
 
 
-def measure(setup: Setup, names: list[str], steps: int, warmup: int) -> tuple[list[Contestant], dict[str, str]]:
-    """Build each contestant, warm it up and look at its memory, then time steps that alternate between them.
+def get_ready(setup: Setup, names: list[str], warmup: int) -> tuple[list[Contestant], dict[str, str]]:
+    """Build each contestant, warm it up and look at its memory.
 
     Also which ones failed: on one rank a failure does not take the others' figures with it.
     """
-    contestants, failed, mesh = [], {}, setup.mesh
+    contestants, failed = [], {}
     for name in names:
         try:
-            contestants.append(prepare(name, setup, warmup))
+            contestants.append(prepare(partial(build, name, setup), setup.mesh, warmup))
         except (RuntimeError, ValueError, AssertionError) as error:
-            if mesh.world_size > 1:
+            if setup.mesh.world_size > 1:
                 raise
             failed[name] = f"{type(error).__name__}: {str(error)[:300]}"
-    mesh.log.drain(0)
-    for _ in range(steps):
-        for contestant in contestants:
-            barrier(mesh, "world")
-            mesh.log.drain(0)
-            began = time.perf_counter()
-            loss = contestant.step()
-            contestant.host_seconds.append(time.perf_counter() - began)  # on a GPU: until the step was issued
-            loss = loss.item()  # waits for the device
-            if mesh.device.type == "cuda":
-                torch.cuda.synchronize(mesh.device)
-            contestant.seconds.append(time.perf_counter() - began)
-            contestant.losses.append(loss)
-            contestant.comm.append(mesh.log.drain(0))
-    for contestant in contestants:
-        contestant.profile = profile(contestant, mesh.device)
     return contestants, failed
-
-
-def prepare(name: str, setup: Setup, warmup: int) -> Contestant:
-    """A contestant that has warmed up, with the peak memory of one step; what others hold is not counted."""
-    device = setup.mesh.device
-    others = allocated(device)
-    contestant = build(name, setup)
-    for _ in range(warmup):
-        contestant.losses.append(contestant.step().item())
-    gc.collect()
-    with PeakMemory(device, contestant.tensors()) as memory:
-        contestant.losses.append(contestant.step().item())
-    contestant.peak_bytes = memory.peak_bytes - others
-    return contestant
-
-
-def profile(contestant: Contestant, device: torch.device, steps: int = 2, longest: int = 25) -> dict[str, Any]:
-    """Where a step's time goes on the device: seconds in kernels, and the kernels that take most of them."""
-    activity = torch.profiler.ProfilerActivity
-    activities = [activity.CPU, activity.CUDA] if device.type == "cuda" else [activity.CPU]
-    began = time.perf_counter()
-    with torch.profiler.profile(activities=activities) as profiler:
-        for _ in range(steps):
-            contestant.step().item()
-    step_s = (time.perf_counter() - began) / steps
-    entries = profiler.key_averages()
-    field = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
-    if device.type == "cuda":  # kernels and copies alone: operators count the same time again
-        entries = [entry for entry in entries if entry.device_type == torch.autograd.DeviceType.CUDA]
-    seconds = {entry.key: getattr(entry, field) * 1e-6 / steps for entry in entries}
-    calls = {entry.key: entry.count / steps for entry in entries}
-    top = sorted(seconds, key=seconds.__getitem__, reverse=True)[:longest]
-    kernels = [{"name": name[:120], "s": seconds[name], "calls": calls[name]} for name in top]
-    return {"step_s": step_s, "busy_s": sum(seconds.values()), "calls": sum(calls.values()), "longest": kernels}
-
-
-def allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def row_of(contestant: Contestant, setup: Setup, hardware: Hardware, bare_s: float | None) -> dict[str, Any]:
@@ -155,15 +101,6 @@ def show(row: dict[str, Any]) -> str:
     )
 
 
-def loss_difference(rows: list[dict[str, Any]], ranks: int) -> float:
-    """The largest relative difference between the contestants' first losses.
-
-    Beside other ranks "bare" sees less data, so it is left out: all start from the same weights, and go apart.
-    """
-    compared = [row["losses"][:2] for row in rows if ranks == 1 or row["variant"] != "bare"]
-    return max((abs(a - b) / b for losses in compared for a, b in zip(losses, compared[0], strict=True)), default=0.0)
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default=None, choices=sorted(SHAPES))
@@ -175,8 +112,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--attention", default=None)
     parser.add_argument("--checkpointing", default="none", choices=("none", "selective", "full"))
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--block", type=int, default=None, help="steps between two waits for the device; GPU: 5")
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--profile", action="store_true", help="three more steps of each under torch.profiler")
     parser.add_argument("--out", default=None)
     args = parser.parse_args()
     unknown = sorted(set(args.variants.split(",")) - set(VARIANTS))
@@ -212,7 +151,11 @@ def main() -> None:
         "attention": work.model.attention, "compile": work.compile, "batch": [work.micro_batch_size, work.seq_len],
         "checkpointing": setup.checkpointing,
     }  # fmt: skip
-    contestants, known["failed"] = measure(setup, args.variants.split(","), args.steps, args.warmup)
+    contestants, known["failed"] = get_ready(setup, args.variants.split(","), args.warmup)
+    take_turns(contestants, mesh, args.steps, args.block or default_block(mesh.device))
+    if args.profile:
+        for contestant in contestants:
+            contestant.profile = profile_step(contestant, mesh.device)
     bare = [statistics.median(c.seconds) for c in contestants if c.name == "bare"]
     rows = [row_of(contestant, setup, hardware, bare[0] if bare else None) for contestant in contestants]
     known["loss_difference"] = loss_difference(rows, mesh.world_size)
