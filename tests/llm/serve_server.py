@@ -12,11 +12,13 @@ import httpx
 import torch
 import uvicorn
 
+from configs.errors import UserError
 from llm.args import ModelConfig
 from llm.bpe_tokenizer import Tokenizer
 from llm.chat_prompt import ChatPrompt
 from llm.engine import Engine
 from llm.engine_config import EngineConfig
+from llm.engine_request import EngineStats, RequestParams, TokenEvent
 from llm.serve import listen
 from llm.serve_app import Service, create_app
 from llm.serve_config import ServeLimits
@@ -26,6 +28,44 @@ from llm.serve_worker import EngineWorker
 from llm.transformer import Transformer
 
 MODEL_NAME = "tiny"
+
+
+class GatedEngine:
+    """An engine whose every step waits for the test: `permits` tokens may be given out; it can be told to fail."""
+
+    def __init__(self) -> None:
+        self.running: dict[int, RequestParams] = {}
+        self.permits = threading.Semaphore(0)
+        self.cancelled: list[int] = []
+        self.fault: Exception | None = None
+        self.next_id = 0
+        self.text = "x"  # of every token
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running)
+
+    def submit(self, prompt_ids: list[int], params: RequestParams) -> int:
+        if len(prompt_ids) > 5:
+            raise UserError("the cache has no room for this prompt; shorten it")
+        self.next_id += 1
+        self.running[self.next_id] = params
+        return self.next_id
+
+    def cancel(self, request_id: int) -> None:
+        del self.running[request_id]
+        self.cancelled.append(request_id)
+
+    def step(self) -> list[TokenEvent]:
+        """A token for each request if the test permits one within a moment, else nothing."""
+        if self.fault is not None:
+            raise self.fault
+        if not self.permits.acquire(timeout=0.005):
+            return []
+        return [TokenEvent(request_id, 65, -1.0, 1.0, 0, text=self.text) for request_id in self.running]
+
+    def stats(self) -> EngineStats:
+        return EngineStats(running=len(self.running))
 
 
 @dataclass
