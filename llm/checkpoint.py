@@ -29,6 +29,7 @@ from parallel.sharded_checkpoint_manifest import damage
 from parallel.sharded_checkpoint_pieces import Piece, empty_like
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "ranks.tiktoken")
+CHAT_FILES = ("chat_template.jinja", "generation_config.json")  # of an imported model; a fine-tuned one keeps them
 
 
 def save_checkpoint(
@@ -63,7 +64,7 @@ def load_checkpoint(
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    for name in TOKENIZER_FILES:
+    for name in (*TOKENIZER_FILES, *CHAT_FILES):
         if (source / name).exists():
             shutil.copyfile(source / name, target / name)
             with open(target / name, "rb") as file:

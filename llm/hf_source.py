@@ -57,6 +57,6 @@ def match_tensors(
     if faults:
         raise UserError(
             f"{where} does not hold the tensors that its config describes: {', '.join(faults[:4])}"
-            f"{f' and {len(faults) - 4} more' if len(faults) > 4 else ''}; fetch it again, or it is another architecture"
+            f"{f' and {len(faults) - 4} more' if len(faults) > 4 else ''}; fetch it again or use another"
         )
     return matched

@@ -300,6 +300,40 @@ def test_foreign_tokenizer_json_encodes_identically(pattern, ignore_merges):
         assert ours.encode(text) == foreign.encode(text).ids
 
 
+@pytest.mark.parametrize("ignore_merges", [False, True])
+def test_single_digits_before_byte_level_encode_identically(ignore_merges):
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    foreign = make_foreign(pre_tokenizers.Sequence([digits, byte_level]), ignore_merges=ignore_merges)
+    ours = Tokenizer(foreign.to_str().encode())
+    mixed = ["a 12b", "x  1", "  7 \n\n 8", "it's 9's", "²٣ 4th", "1\t\t2 ", "ab  c 3"]
+    for text in mixed + TRICKY + random_texts(200):
+        assert ours.encode(text) == foreign.encode(text).ids
+
+
+@pytest.mark.parametrize("ignore_merges", [False, True])
+def test_bytes_that_a_vocabulary_lacks_are_left_out_and_counted(ignore_merges):
+    import json
+
+    value = json.loads(make_foreign(pre_tokenizers.ByteLevel(add_prefix_space=False)).to_str())
+    value["model"]["ignore_merges"] = ignore_merges
+    lacking = [chr(0x104), "z"]  # bytes 0x04 and z
+    vocab = {token: index for token, index in value["model"]["vocab"].items() if not set(token) & set(lacking)}
+    merges = [pair for pair in value["model"]["merges"] if "".join(pair) in vocab]
+    with pytest.raises(UserError, match="bytes of ASCII"):
+        Tokenizer(json.dumps(value | {"model": value["model"] | {"vocab": vocab, "merges": merges}}).encode())
+    vocab |= {"z": value["model"]["vocab"]["z"]}
+    content = json.dumps(value | {"model": value["model"] | {"vocab": vocab, "merges": merges}}).encode()
+    ours, foreign = Tokenizer(content), tokenizers.Tokenizer.from_str(content.decode())
+    texts = ["the\x04 \x04", "\x04", "a\x04\x04b zz", *["\x04" * n for n in range(1, 20)]]
+    for text in texts:
+        assert ours.encode(text) == foreign.encode(text).ids
+    assert ours.encode_batch(texts) == [foreign.encode(text).ids for text in texts]
+    assert ours.counts["dropped_bytes"] == 2 * sum(text.count("\x04") for text in texts)
+    with pytest.raises(UserError, match="2 bytes that the vocabulary lacks"):
+        Tokenizer(content, errors="strict").encode("the\x04 \x04")
+
+
 def test_nfc_normalizer_is_applied():
     foreign = make_foreign(pre_tokenizers.ByteLevel(add_prefix_space=False))
     foreign.normalizer = tokenizers.normalizers.NFC()
@@ -312,10 +346,19 @@ def test_nfc_normalizer_is_applied():
     ("change", "message"),
     [
         (lambda v: v["model"].update(type="WordPiece"), "only BPE"),
-        (lambda v: v["model"]["vocab"].pop("Ġ"), "256 bytes"),
+        (lambda v: v["model"]["vocab"].pop("Ġ"), "bytes of ASCII"),
         (lambda v: v["model"]["merges"].append(["a", "nonsense"]), "not in the vocabulary"),
         (lambda v: v.update(normalizer={"type": "Lowercase"}), "only NFC"),
         (lambda v: v.update(pre_tokenizer={"type": "Whitespace"}), "pre-tokenizer"),
+        (
+            lambda v: v.update(
+                pre_tokenizer={
+                    "type": "Sequence",
+                    "pretokenizers": [{"type": "Digits", "individual_digits": False}, {"type": "ByteLevel"}],
+                }
+            ),
+            "single digits",
+        ),
         (lambda v: v["model"]["vocab"].update({"語": 5000}), "byte-level characters"),
         (lambda v: v.pop("model"), "not a tokenizer.json"),
     ],

@@ -1,0 +1,120 @@
+"""One of our checkpoints as a Hugging Face directory: config.json, safetensors, tokenizer files and chat template.
+
+It is written beside its place and renamed when whole. A model with more bytes than one file may have is cut into
+model-00001-of-0000N.safetensors with an index, as `save_pretrained` does.
+"""
+
+import os
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from configs.errors import UserError
+from configs.loader import load_config
+from configs.run_dir import read_json, sync_directory, write_json_atomic
+from llm.args import ModelConfig
+from llm.bpe_tokenizer import Tokenizer
+from llm.checkpoint import CHAT_FILES, TOKENIZER_FILES
+from llm.checkpoint_pieces import MODEL_PREFIX
+from llm.hf_config import family_of, write_config
+from llm.hf_directory import INDEX, SINGLE
+from llm.hf_names import hf_names
+from llm.hf_source import our_shapes
+from llm.hf_tensors import Named, StoredTensor, file_groups, write_safetensors
+from parallel.sharded_checkpoint import open_checkpoint
+from parallel.sharded_checkpoint_files import CheckpointReader
+from parallel.sharded_checkpoint_manifest import damage
+
+COMPANIONS = tuple(name for name in (*TOKENIZER_FILES, *CHAT_FILES) if name != "ranks.tiktoken")
+
+
+def write_directory(checkpoint: Path, output: Path, dtype: torch.dtype | None, max_file_bytes: int) -> str:
+    """Write `output` and return the family that it has become; `dtype` None keeps the stored one.
+
+    Raises UserError for a damaged checkpoint, a shape that no family has, or a disk that is full.
+    """
+    reason = damage(checkpoint)
+    if reason:
+        raise UserError(f"checkpoint {checkpoint} is damaged ({reason}); use an older one")
+    reader, state = open_checkpoint(checkpoint, MODEL_PREFIX)
+    config = load_config(ModelConfig, state["config"]["model"])
+    family = family_of(config)
+    tensors = [(name, tensor.as_dtype(dtype)) for name, tensor in foreign_tensors(reader, config, family)]
+    half_done = output.with_name(f".{output.name}.{os.getpid()}.partial")
+    try:
+        half_done.mkdir(parents=True)
+        write_model(half_done, tensors, max_file_bytes)
+        write_json_atomic(
+            half_done / "config.json", write_config(config, family, tensors[0][1].dtype) | ids_of(checkpoint)
+        )
+        write_companions(checkpoint, half_done)
+        os.rename(half_done, output)
+        sync_directory(output.parent)
+    except OSError as error:
+        raise UserError(f"{output} could not be written ({error}); free disk space or use another output=") from error
+    finally:
+        shutil.rmtree(half_done, ignore_errors=True)
+    return family
+
+
+def foreign_tensors(reader: CheckpointReader, config: ModelConfig, family: str) -> Named:
+    """The checkpoint's parameters under Hugging Face's names, stacked experts one by one."""
+    tensors: Named = []
+    for name, shape in our_shapes(config).items():
+        stored = MODEL_PREFIX + name
+        if stored not in reader.index or reader.shape(stored) != shape:
+            raise UserError(f"{reader.directory} holds no {name} of shape {list(shape)}, which its config describes")
+        names, dtype = hf_names(name, family, config.moe.num_experts), reader.dtype(stored)
+        if len(names) == 1:
+            tensors.append((names[0], StoredTensor(shape, dtype, partial(reader.full, stored))))
+            continue
+        for expert, foreign in enumerate(names):
+            read = partial(read_expert, reader, stored, expert)
+            tensors.append((foreign, StoredTensor(shape[1:], dtype, read)))
+    return tensors
+
+
+def read_expert(reader: CheckpointReader, name: str, expert: int) -> Tensor:
+    """One expert's matrix of a stacked parameter."""
+    return reader.full(name)[expert]
+
+
+def write_model(directory: Path, tensors: Named, max_file_bytes: int) -> None:
+    groups = file_groups(tensors, max_file_bytes)
+    if len(groups) == 1:
+        write_safetensors(directory / SINGLE, groups[0])
+        return
+    weight_map = {}
+    for number, group in enumerate(groups, start=1):
+        file_name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        write_safetensors(directory / file_name, group)
+        weight_map |= {name: file_name for name, _ in group}
+    total = sum(tensor.num_bytes for _, tensor in tensors)
+    write_json_atomic(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def ids_of(checkpoint: Path) -> dict[str, Any]:
+    """The special ids that config.json repeats from generation_config.json."""
+    generation = generation_config(checkpoint)
+    return {name: generation.get(name) for name in ("bos_token_id", "eos_token_id") if name in generation}
+
+
+def generation_config(checkpoint: Path) -> dict[str, Any]:
+    """The one beside the checkpoint, else our own rule: a text begins and ends with the end-of-text token."""
+    path = checkpoint / "generation_config.json"
+    if path.is_file():
+        return read_json(path)
+    eot_id = Tokenizer.load(checkpoint).eot_id
+    return {"bos_token_id": eot_id, "eos_token_id": eot_id}
+
+
+def write_companions(checkpoint: Path, directory: Path) -> None:
+    """The tokenizer's files, the chat template, and what generate() asks for."""
+    for name in COMPANIONS:
+        if (checkpoint / name).is_file():
+            shutil.copyfile(checkpoint / name, directory / name)
+    write_json_atomic(directory / "generation_config.json", generation_config(checkpoint))
