@@ -40,13 +40,14 @@ class GatedEngine:
         self.fault: Exception | None = None
         self.next_id = 0
         self.text = "x"  # of every token
+        self.max_prompt_tokens = 5
 
     @property
     def has_work(self) -> bool:
         return bool(self.running)
 
     def submit(self, prompt_ids: list[int], params: RequestParams) -> int:
-        if len(prompt_ids) > 5:
+        if len(prompt_ids) > self.max_prompt_tokens:
             raise UserError("the cache has no room for this prompt; shorten it")
         self.next_id += 1
         self.running[self.next_id] = params

@@ -172,7 +172,7 @@ def test_text_that_looks_like_markup_stays_text(tokenizer, open_page):
     """From the user and from the model; the policy would also refuse to run it."""
     attack = '<img src=x onerror="document.title=1"><script>document.title=1</script>\u202e'
     engine = GatedEngine()
-    engine.text = attack
+    engine.text, engine.max_prompt_tokens = attack, LONG
     with running_server(tokenizer, ServerOptions(max_seq_len=LONG), engine) as server:
         page = open_page(server)
         ready(page)
