@@ -1,4 +1,4 @@
-"""What every evaluation script needs of a checkpoint: the model in float32, its tokenizer, and how it was trained."""
+"""What every evaluation script needs of a checkpoint: the model, its tokenizer, and how it was trained."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,10 +38,12 @@ class Loaded:
         return chosen if chosen == torch.bfloat16 else None
 
 
-def load_for_evaluation(run: str | None, checkpoint: str | None, device: torch.device) -> Loaded:
+def load_for_evaluation(
+    run: str | None, checkpoint: str | None, device: torch.device, dtype: torch.dtype = torch.float32
+) -> Loaded:
     """A run's newest checkpoint or the one named; UserError when there is none or it is damaged."""
     path = resolve_checkpoint(run, checkpoint)
-    model, tokenizer, state = load_model(path, device)
+    model, tokenizer, state = load_model(path, device, dtype)
     run_dir = Path(run) if run is not None else path.resolve().parent.parent
     return Loaded(path, run_dir if (run_dir / "config.yaml").exists() else None, model, tokenizer, state, device)
 
