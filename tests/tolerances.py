@@ -59,3 +59,11 @@ BOOTSTRAP_SPREAD = 0.05
 # A 95% interval's share of 200 repetitions that hold the truth: three standard errors of that share, and the percentile
 # bootstrap's own deficit at 100 units (about 0.01).
 BOOTSTRAP_COVERAGE = 0.055
+
+# Log-probs of sampled tokens, engine against trainer, at another temperature and after new weights: the post-training
+# table of PARITY asks for 1e-4; division by 0.6 and larger weights enlarge the rounding of float32.
+TEMPERATURE_LOG_PROBS = SYNCED_LOG_PROBS = 1e-4
+# vLLM's CPU kernels in float32 sum in another order than ours, over some layers; a stale cache costs 0.7.
+VLLM_LOG_PROBS = 1e-3
+# The trainer's log-probs of the same tokens in other micro-batches, float32 (PARITY: 1e-6), a few digits of -20.
+POLICY_LOG_PROBS = 5e-6
