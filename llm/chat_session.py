@@ -3,6 +3,7 @@
 A command begins with a slash. `command` returns the line to show, or raises UserError with what was wrong.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 
 from configs.errors import UserError
@@ -113,8 +114,13 @@ class ChatSession:
 
 
 def number(name: str, text: str, whole: bool) -> float | int:
+    """The number that `text` says; UserError when it says none, or one that is not finite."""
+    kind = "a whole number" if whole else "a number"
+    wrong = UserError(f"{name} {text!r} is not {kind}; write, for example, /{name} 1")
     try:
-        return int(text) if whole else float(text)
+        value = int(text) if whole else float(text)
     except ValueError as error:
-        kind = "a whole number" if whole else "a number"
-        raise UserError(f"{name} {text!r} is not {kind}; write, for example, /{name} 1") from error
+        raise wrong from error
+    if not math.isfinite(value):
+        raise wrong
+    return value

@@ -67,3 +67,6 @@ TEMPERATURE_LOG_PROBS = SYNCED_LOG_PROBS = 1e-4
 VLLM_LOG_PROBS = 1e-3
 # The trainer's log-probs of the same tokens in other micro-batches, float32 (PARITY: 1e-6), a few digits of -20.
 POLICY_LOG_PROBS = 5e-6
+# Memory of a serving process between one crowd of clients and the last of some: its allocator keeps what it had, so the
+# level wanders by a few MB; a leak of one answer's events a client would be far above after 500 of them.
+RESIDENT_GROWTH_BYTES = 16 * 2**20
