@@ -32,7 +32,7 @@ DEFAULTS = {
     },
     "qwen3_moe": {
         "rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "num_key_value_heads": 4, "num_experts_per_tok": 8,
-        "norm_topk_prob": False, "num_experts": 128, "moe_intermediate_size": 768,
+        "norm_topk_prob": False, "moe_intermediate_size": 768,
     },
 }  # fmt: skip
 # Values that change what is computed, and the only ones that our model computes.
@@ -104,8 +104,9 @@ def read_moe(value: dict[str, Any], family: str) -> MoeConfig:
     if family == "mixtral":
         return MoeConfig(int(value["num_local_experts"]), int(value["num_experts_per_tok"]), value["intermediate_size"])
     if family == "qwen3_moe":
+        count = value.get("num_experts", value.get("num_local_experts", 128))  # transformers 4, then 5
         per_token, width = int(value["num_experts_per_tok"]), int(value["moe_intermediate_size"])
-        return MoeConfig(int(value["num_experts"]), per_token, width, bool(value["norm_topk_prob"]))
+        return MoeConfig(int(count), per_token, width, bool(value["norm_topk_prob"]))
     return MoeConfig()
 
 

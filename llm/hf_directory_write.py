@@ -28,6 +28,7 @@ from llm.hf_tensors import Named, StoredTensor, file_groups, write_safetensors
 from parallel.sharded_checkpoint import open_checkpoint
 from parallel.sharded_checkpoint_files import CheckpointReader
 from parallel.sharded_checkpoint_manifest import damage
+from parallel.sharded_checkpoint_pieces import Box
 
 COMPANIONS = tuple(name for name in (*TOKENIZER_FILES, *CHAT_FILES) if name != "ranks.tiktoken")
 
@@ -79,8 +80,11 @@ def foreign_tensors(reader: CheckpointReader, config: ModelConfig, family: str) 
 
 
 def read_expert(reader: CheckpointReader, name: str, expert: int) -> Tensor:
-    """One expert's matrix of a stacked parameter."""
-    return reader.full(name)[expert]
+    """One expert's matrix of a stacked parameter, and no byte of the others."""
+    shape = reader.shape(name)
+    values = torch.empty((1, *shape[1:]), dtype=reader.dtype(name))
+    reader.fill(Box(name, shape, (expert, *(0 for _ in shape[1:])), values))
+    return values[0]
 
 
 def write_model(directory: Path, tensors: Named, max_file_bytes: int) -> None:

@@ -1,0 +1,288 @@
+"""Import and export beside transformers: logits in float32, weights bit for bit, tokenizer, template, generate.
+
+The models are random and small, one a family; the tokenizer is trained here. Nothing is downloaded.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from configs.errors import UserError
+from llm import hf_export, hf_import
+from llm.bpe_tokenizer import Tokenizer
+from llm.generating_loop import GenerationLimits, generate
+from llm.model_loading import load_model
+from llm.sampling import SamplingConfig
+from tests.tolerances import FP32_FORWARD
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "vocab_size": 384,
+    "initializer_range": 0.2,  # of the usual size the logits would hardly differ from each other
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+FAMILIES = {
+    "llama": ("Llama", {"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "rope_scaling": LLAMA3}),
+    "smollm": ("Llama", {"tie_word_embeddings": True, "rope_theta": 100000.0}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True, "rope_theta": 1e6}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    ),
+}
+TEMPLATE = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer_files(tiny_corpus, tmp_path_factory) -> Path:
+    """The tiny tokenizer as transformers writes it, with a chat template."""
+    directory = tmp_path_factory.mktemp("hf") / "tokenizer"
+    fast = transformers.AutoTokenizer.from_pretrained(tiny_corpus.tokenizer)
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(directory)
+    return directory
+
+
+def random_model(family: str):
+    """A model of transformers with random weights, norms and biases included."""
+    name, settings = FAMILIES[family]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**SMALL | settings)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.uniform_(0.5, 1.5)
+    return model
+
+
+def saved(family: str, directory: Path, tokenizer_files: Path, **settings):
+    """The directory that save_pretrained writes, and the model."""
+    model = random_model(family)
+    model.save_pretrained(directory, **settings)
+    for file in tokenizer_files.iterdir():
+        (directory / file.name).write_bytes(file.read_bytes())
+    return model
+
+
+def imported(directory: Path, output: Path, **settings) -> Path:
+    return hf_import.body(hf_import.HfImportConfig(str(directory), str(output), **settings))
+
+
+def logits_of_ours(checkpoint: Path, ids: torch.Tensor) -> torch.Tensor:
+    model, _, _ = load_model(checkpoint, torch.device("cpu"))
+    with torch.inference_mode():
+        return model(ids)  # (B, T, V)
+
+
+def assert_logits_equal(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    assert ours.shape == theirs.shape
+    assert (ours - theirs).abs().max() <= FP32_FORWARD * theirs.abs().max()
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, SMALL["vocab_size"], (2, 40), generator=generator)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_of_an_import_and_of_its_export_match_transformers(family, tmp_path, tokenizer_files, ids):
+    model = saved(family, tmp_path / "theirs", tokenizer_files)
+    with torch.inference_mode():
+        expected = model(ids).logits
+    checkpoint = imported(tmp_path / "theirs", tmp_path / "run")
+    assert_logits_equal(logits_of_ours(checkpoint, ids), expected)
+    exported = hf_export.body(hf_export.HfExportConfig(run=str(tmp_path / "run"), output=str(tmp_path / "back")))
+    back = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
+    same = "Llama" if family == "mistral" else FAMILIES[family][0]  # Mistral without a window is Llama's shape
+    assert type(back).__name__ == f"{same}ForCausalLM"
+    theirs, returned = model.state_dict(), back.state_dict()
+    assert theirs.keys() == returned.keys()
+    assert all(torch.equal(theirs[name], returned[name]) for name in theirs)
+    with torch.inference_mode():
+        assert torch.equal(back(ids).logits, expected)
+
+
+def test_sharded_files_import_and_export(tmp_path, tokenizer_files, ids):
+    model = saved("qwen2", tmp_path / "theirs", tokenizer_files, max_shard_size="20KB")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 2
+    checkpoint = imported(tmp_path / "theirs", tmp_path / "run")
+    with torch.inference_mode():
+        expected = model(ids).logits
+    assert_logits_equal(logits_of_ours(checkpoint, ids), expected)
+    settings = hf_export.HfExportConfig(run=str(tmp_path / "run"), output=str(tmp_path / "back"), max_shard_gb=2e-5)
+    exported = hf_export.body(settings)
+    assert len(list(exported.glob("model-*.safetensors"))) > 2
+    back = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        assert torch.equal(back(ids).logits, expected)
+    assert hf_import.body(hf_import.HfImportConfig(str(exported), str(tmp_path / "again"))).is_dir()
+
+
+def test_an_exported_directory_gives_tokenizer_template_and_the_same_greedy_tokens(tmp_path, tokenizer_files):
+    saved("qwen3", tmp_path / "theirs", tokenizer_files)
+    checkpoint = imported(tmp_path / "theirs", tmp_path / "run")
+    exported = hf_export.body(hf_export.HfExportConfig(checkpoint=str(checkpoint), output=str(tmp_path / "back")))
+    fast = transformers.AutoTokenizer.from_pretrained(exported)
+    messages = [{"role": "user", "content": "Once upon a time"}]
+    assert fast.apply_chat_template(messages, tokenize=False) == "<|user|>Once upon a time"
+    ours, tokenizer, _ = load_model(checkpoint, torch.device("cpu"))
+    prompt = fast("Once upon a time there was")["input_ids"]
+    assert prompt == tokenizer.encode("Once upon a time there was")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
+    made = theirs.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)
+    (tokens,) = generate(ours, [prompt], SamplingConfig(temperature=0.0), GenerationLimits(20, [tokenizer.eot_id]))
+    assert made[0, len(prompt) :].tolist() == tokens
+    known = [token for token in tokens if token < tokenizer.vocab_size]  # the model's vocabulary is padded beyond
+    assert known and fast.decode(known) == tokenizer.decode(known)
+
+
+def test_a_checkpoint_of_training_exports(tmp_path, tiny_corpus, ids):
+    from configs.loader import compose_config
+    from llm import training
+    from llm.args import TrainConfig
+
+    overrides = [*tiny_corpus.overrides(tmp_path), "max_steps=1", "sample_tokens=0"]
+    training.train(compose_config(TrainConfig, "training", overrides))
+    exported = hf_export.body(hf_export.HfExportConfig(run=str(tmp_path / "tiny"), output=str(tmp_path / "back")))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
+    ours, tokenizer, _ = load_model(tmp_path / "tiny/checkpoints/step_00000001", torch.device("cpu"))
+    few = ids[:, :30] % ours.config.vocab_size
+    with torch.inference_mode():
+        assert_logits_equal(ours(few), theirs(few).logits)
+    assert theirs.generation_config.eos_token_id == tokenizer.eot_id
+    fast = transformers.AutoTokenizer.from_pretrained(exported)
+    assert (fast.eos_token_id, len(fast)) == (tokenizer.eot_id, tokenizer.vocab_size)
+
+
+def test_an_import_rounds_to_the_dtype_asked_for_and_exports_in_one(tmp_path, tokenizer_files):
+    model = saved("llama", tmp_path / "theirs", tokenizer_files)
+    checkpoint = imported(tmp_path / "theirs", tmp_path / "run", dtype="bfloat16")
+    ours, _, _ = load_model(checkpoint, torch.device("cpu"))
+    expected = model.lm_head.weight.detach()
+    assert torch.equal(ours.output.weight, expected.bfloat16().float())
+    settings = hf_export.HfExportConfig(checkpoint=str(checkpoint), output=str(tmp_path / "back"), dtype="float16")
+    back = transformers.AutoModelForCausalLM.from_pretrained(hf_export.body(settings), dtype="auto")
+    assert back.lm_head.weight.dtype == torch.float16
+    assert torch.equal(back.lm_head.weight, expected.bfloat16().half())
+
+
+def edit_config(directory: Path, **fields) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "gemma2"}, "model_type='gemma2'"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "RoPE scaling 'yarn'"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"attention_bias": True}, "attention_bias=true"),
+        ({"mlp_bias": True}, "mlp_bias=True"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config="),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "'sliding_attention'"),
+        ({"num_hidden_layers": 3}, r"model.layers.2.input_layernorm.weight is missing"),
+        ({"num_hidden_layers": 1}, r"model.layers.1.input_layernorm.weight is unknown"),
+        ({"intermediate_size": 56}, r"model.layers.0.mlp.gate_proj.weight is \[48, 32\] instead of \[56, 32\]"),
+        ({"tie_word_embeddings": True}, "lm_head.weight differs"),
+        ({"vocab_size": 100}, r"instead of \[100, 32\]"),
+        ({"hidden_size": "wide"}, "does not describe a model"),
+        ({"hidden_size": None}, "lacks 'hidden_size'"),
+        ({"num_key_value_heads": 3}, "num_kv_heads=3"),
+    ],
+)
+def test_what_a_config_asks_for_and_the_files_do_not_give_is_one_line(tmp_path, tokenizer_files, fields, message):
+    saved("llama", tmp_path / "theirs", tokenizer_files)
+    edit_config(tmp_path / "theirs", **fields)
+    with pytest.raises(UserError, match=message) as caught:
+        imported(tmp_path / "theirs", tmp_path / "run")
+    assert "\n" not in str(caught.value)
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda d: (d / "tokenizer.json").unlink(), "no tokenizer.json"),
+        (lambda d: (d / "model.safetensors").unlink(), "neither model.safetensors nor"),
+        (lambda d: (d / "model.safetensors").write_bytes(b"\xff" * 64), "no readable safetensors"),
+        (lambda d: (d / "config.json").write_text("{"), "not valid JSON"),
+        (lambda d: (d / "config.json").write_text("[]"), "names no model_type"),
+        (
+            lambda d: (
+                (d / "model.safetensors").unlink(),
+                (d / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../../etc/passwd"}}'),
+            ),
+            "lies elsewhere",
+        ),
+        (
+            lambda d: (
+                (d / "model.safetensors").unlink(),
+                (d / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}'),
+            ),
+            "no readable safetensors",
+        ),
+    ],
+)
+def test_broken_directories_are_one_line(tmp_path, tokenizer_files, spoil, message):
+    saved("llama", tmp_path / "theirs", tokenizer_files)
+    spoil(tmp_path / "theirs")
+    with pytest.raises(UserError, match=message) as caught:
+        imported(tmp_path / "theirs", tmp_path / "run")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_that_does_not_fit_the_model_is_refused(tmp_path, tokenizer_files):
+    saved("llama", tmp_path / "theirs", tokenizer_files)
+    value = json.loads((tmp_path / "theirs/tokenizer.json").read_text())
+    value["added_tokens"].append(value["added_tokens"][0] | {"id": 5000, "content": "<far>"})
+    (tmp_path / "theirs/tokenizer.json").write_text(json.dumps(value))
+    with pytest.raises(UserError, match="smaller than the tokenizer's 5001"):
+        imported(tmp_path / "theirs", tmp_path / "run")
+    assert Tokenizer.load(tokenizer_files).vocab_size <= SMALL["vocab_size"]
+
+
+def test_nothing_is_overwritten(tmp_path, tokenizer_files):
+    saved("llama", tmp_path / "theirs", tokenizer_files)
+    imported(tmp_path / "theirs", tmp_path / "run")
+    with pytest.raises(UserError, match="exists"):
+        imported(tmp_path / "theirs", tmp_path / "run")
+    with pytest.raises(UserError, match="exists"):
+        hf_export.body(hf_export.HfExportConfig(run=str(tmp_path / "run"), output=str(tmp_path / "theirs")))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"qk_norm": True, "qkv_bias": True}, "no Hugging Face family"),
+        ({"moe": {"num_experts": 4, "d_ff": 8, "normalise_top_k": False}}, "Mixtral always normalises"),
+        ({"moe": {"num_experts": 4, "d_ff": 8}, "qkv_bias": True}, "no Hugging Face family"),
+    ],
+)
+def test_shapes_without_a_family_are_refused(fields, message):
+    from configs.loader import load_config
+    from llm.args import ModelConfig
+    from llm.hf_config import family_of
+
+    with pytest.raises(UserError, match=message):
+        family_of(load_config(ModelConfig, fields))
