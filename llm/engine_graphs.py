@@ -81,11 +81,12 @@ class DecodeGraphs:
         runner = self.runner
 
         def step() -> Any:
-            tokens, decode = runner.decode_inputs(rows, runner.max_len)
-            scores = runner.scores(tokens, decode, None, None)
-            if mode is None:
-                return scores
-            return runner.choose(scores[:, : runner.config.num_ids].float(), rows, mode)
+            if rows.shape[1] == 1 and runner.single is not None:
+                scores = runner.single.scores(rows)
+            else:
+                tokens, decode = runner.decode_inputs(rows, runner.max_len)
+                scores = runner.scores(tokens, decode, None, None)
+            return scores if mode is None else runner.choose(scores[:, : runner.config.num_ids], rows, mode)
 
         return step
 

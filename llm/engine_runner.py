@@ -13,8 +13,9 @@ from torch import Tensor
 from llm.engine_cache import KERNEL_HEAD_DIMS, DecodeRows, PagedCache, PromptPieces, StepCache
 from llm.engine_config import EngineConfig
 from llm.engine_graphs import DecodeGraphs
-from llm.engine_sampling import Sampled, SamplingMode, SlotSettings, penalise_rows, sample_rows
+from llm.engine_sampling import Sampled, SamplingMode, SlotSettings, penalise_rows, sample_rows, sample_rows_fused
 from llm.engine_scheduler import Request, Segment, StepPlan
+from llm.engine_single import SingleToken, runs_single
 from llm.engine_weights import fuse_model
 from llm.sampling import ban_tokens
 from llm.transformer import Transformer
@@ -60,6 +61,7 @@ class EngineRunner:
         self.settings = SlotSettings.make(slots, self.device)
         self.seen: Tensor | None = None  # (slots, V) bool, made when a request has a repetition penalty
         self.page_changes: list[tuple[int, int]] = []  # flat index of the tables, page
+        self.single = SingleToken(self) if self.use_kernels and runs_single(model) else None
         self.graphs = DecodeGraphs(self) if config.cuda_graph and self.device.type == "cuda" else None
 
     def on_page(self, slot: int, column: int, page: int) -> None:
@@ -172,22 +174,26 @@ class EngineRunner:
 
     def sample(self, logits: Tensor, requests: list[Request], rows: Tensor) -> Sampled:
         """The next token of each row of logits (R, V), whose slots and uniforms are in `rows` (3, R)."""
-        scores = logits[:, : self.config.num_ids].float()
+        scores = logits[:, : self.config.num_ids]
         configs = [request.params.sampling for request in requests]
         if any(config.repetition_penalty != 1.0 for config in configs):
             seen = self.seen[rows[0]][:, : scores.shape[1]]
-            scores = penalise_rows(scores, seen, self.settings.penalty[rows[0]])
+            scores = penalise_rows(scores.float(), seen, self.settings.penalty[rows[0]])
         if any(request.ngrams is not None for request in requests):
             banned = [request.ngrams.banned() if request.ngrams is not None else set() for request in requests]
             scores = ban_tokens(scores, banned)
         return self.choose(scores, rows, SamplingMode.of(configs))
 
     def choose(self, scores: Tensor, rows: Tensor, mode: SamplingMode) -> Sampled:
-        """Draw from scores (R, V) float32, and note the ids where the next step and the penalties look for them."""
-        result = sample_rows(scores, self.settings.rows(rows[0]), rows[2].view(torch.float64), mode)
-        self.last_tokens[rows[0]] = result.token_ids
+        """Draw from scores (R, V), and note the ids where the next step and the penalties look for them."""
+        slots, uniforms = rows[0], rows[2].view(torch.float64)
+        if self.use_kernels and not mode.truncates and len(scores):
+            result = sample_rows_fused(scores, slots, uniforms, self, mode.draws)
+        else:
+            result = sample_rows(scores.float(), self.settings.rows(slots), uniforms, mode)
+            self.last_tokens[slots] = result.packed[:, 0].long()
         if self.seen is not None:
-            self.seen[rows[0], result.token_ids] = True
+            self.seen[slots, result.packed[:, 0].long()] = True
         return result
 
     def fetch(self, result: Sampled, requests: list[Request], weight_version: int) -> Launch:
@@ -195,8 +201,8 @@ class EngineRunner:
         count = max((request.params.top_log_probs for request in requests), default=0)
         alternatives = result.alternatives(count) if count else None
         if self.device.type != "cuda":
-            return Launch(requests, weight_version, result.packed(), alternatives)
-        packed = result.packed().to("cpu", non_blocking=True)
+            return Launch(requests, weight_version, result.packed, alternatives)
+        packed = result.packed.to("cpu", non_blocking=True)
         if alternatives is not None:
             alternatives = tuple(tensor.to("cpu", non_blocking=True) for tensor in alternatives)
         done = torch.cuda.Event()

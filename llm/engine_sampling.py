@@ -6,6 +6,7 @@ R rows, V ids. Log-probabilities and masses are of softmax(scores / temperature)
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,32 +55,36 @@ class SamplingMode:
 
 @dataclass
 class Sampled:
-    """token_ids (R,) int64, log_probs and kept_masses (R,) float32, log_norms (R,) of the scaled scores (R, V)."""
+    """What R rows have drawn.
 
-    token_ids: Tensor
-    log_probs: Tensor
-    kept_masses: Tensor
-    scaled: Tensor
+    packed: (R, 3) float64, ids, log-probabilities and kept masses: what the host reads of most rows, in one copy.
+    scores: (R, V) after penalties; temperatures: (R,), 0 for the likeliest; log_norms: (R,) of the scaled scores.
+    """
+
+    packed: Tensor
+    scores: Tensor
+    temperatures: Tensor
     log_norms: Tensor
 
     def first(self, count: int) -> "Sampled":
         """The first rows alone."""
         return Sampled(*(values[:count] for values in vars(self).values()))
 
-    def packed(self) -> Tensor:
-        """(R, 3) float64: everything that the host reads of most rows, in one copy."""
-        return torch.stack((self.token_ids.double(), self.log_probs.double(), self.kept_masses.double()), dim=1)
-
     def alternatives(self, count: int) -> tuple[Tensor, Tensor]:
         """The `count` likeliest ids (R, count) and their log-probabilities, best first."""
-        values, ids = self.scaled.topk(min(count, self.scaled.shape[1]), dim=-1)
-        return ids, values - self.log_norms[:, None]
+        values, ids = self.scores.float().topk(min(count, self.scores.shape[1]), dim=-1)
+        return ids, values / divisors(self.temperatures)[:, None] - self.log_norms[:, None]
+
+
+def divisors(temperatures: Tensor) -> Tensor:
+    """What scores are divided by: the temperatures, and 1 where the likeliest token is taken."""
+    return torch.where(temperatures == 0, 1.0, temperatures)
 
 
 def sample_rows(scores: Tensor, settings: SlotSettings, uniforms: Tensor, mode: SamplingMode) -> Sampled:
     """Scores (R, V) float32 after penalties, settings of the R rows, uniforms (R,) float64 in [0, 1)."""
     greedy = settings.temperature == 0
-    scaled = scores if not mode.draws else scores / torch.where(greedy, 1.0, settings.temperature)[:, None]
+    scaled = scores if not mode.draws else scores / divisors(settings.temperature)[:, None]
     log_norms = torch.logsumexp(scaled, dim=-1)  # (R,)
     token_ids = scaled.argmax(-1)
     kept_masses = torch.ones_like(log_norms)
@@ -91,7 +96,17 @@ def sample_rows(scores: Tensor, settings: SlotSettings, uniforms: Tensor, mode: 
             kept_masses = torch.where(greedy | (kept == scaled).all(-1), 1.0, masses)
         token_ids = torch.where(greedy, token_ids, draw(kept, uniforms))
     log_probs = scaled.gather(1, token_ids[:, None])[:, 0] - log_norms
-    return Sampled(token_ids, log_probs, kept_masses, scaled, log_norms)
+    packed = torch.stack((token_ids.double(), log_probs.double(), kept_masses.double()), dim=1)
+    return Sampled(packed, scores, settings.temperature, log_norms)
+
+
+def sample_rows_fused(scores: Tensor, slots: Tensor, uniforms: Tensor, tables: Any, draws: bool) -> Sampled:
+    """The same without filters by kernel/sampling, which also writes tables.last_tokens (tables: the EngineRunner)."""
+    from kernel.sampling import RowInputs, choose_tokens
+
+    temperatures = tables.settings.temperature
+    packed, log_norms = choose_tokens(scores, RowInputs(slots, uniforms, temperatures, tables.last_tokens), draws)
+    return Sampled(packed, scores, temperatures[slots], log_norms)
 
 
 def truncate(scaled: Tensor, settings: SlotSettings) -> Tensor:
