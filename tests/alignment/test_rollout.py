@@ -60,12 +60,10 @@ def full_log_probs(model, one: Completion, temperature: float, num_ids: int) -> 
 
 
 def largest_difference(model, completions: list[Completion], temperature: float, num_ids: int) -> float:
-    differences = [
-        (full_log_probs(model, one, temperature, num_ids) - torch.tensor(one.log_probs, dtype=torch.float64))
-        .abs()
-        .max()
-        for one in completions
-    ]
+    differences = []
+    for one in completions:
+        expected = full_log_probs(model, one, temperature, num_ids)
+        differences.append((expected - torch.tensor(one.log_probs, dtype=torch.float64)).abs().max())
     return float(max(differences))
 
 
