@@ -9,7 +9,7 @@ import re
 
 from alignment.drgrpo_grader_algebra import TooBig, Undefined, equal_exactly, proportional
 from alignment.drgrpo_grader_latex import NotParsed, Tree, parse_expression
-from alignment.drgrpo_grader_numeric import equal_numerically
+from alignment.drgrpo_grader_numeric import equal_numerically, variables
 from alignment.drgrpo_grader_rational import Rational, parse_rational
 from alignment.drgrpo_grader_structure import NAME, Structure, parse_structure
 from alignment.drgrpo_grader_text import MAX_ANSWER_CHARS, clean, words_of
@@ -49,6 +49,8 @@ def compare(given: str, truth: str, depth: int) -> bool | None:
 
 def same_number(given: Rational, truth: Rational) -> bool:
     """Exact equality; a percent sign on one side alone may be a unit (50% = 50) or a factor (50% = 0.5)."""
+    if given.money and truth.money and given.money != truth.money:
+        return False
     if given.percent == truth.percent:
         return given.value == truth.value
     percent, plain = (given, truth) if given.percent else (truth, given)
@@ -110,12 +112,20 @@ def compare_relations(given: Structure, truth: Structure, depth: int) -> bool | 
         return False
     if relation is truth and not is_name(truth.items[0]):
         return False  # the true answer is an equation, not a value
+    if relation is given and not all(may_name_value(side) for side in given.items[:-1]):
+        return False  # "2x = 72" does not say that the answer is 72
     value = relation.items[-1]
     if other.kind != "single":
         inner = parse_structure(value)
         pair = (inner, other) if relation is given else (other, inner)
         return False if inner.kind == "relation" else compare_structures(*pair, depth)
     return compare(value, other.items[0], depth) if relation is given else compare(other.items[0], value, depth)
+
+
+def may_name_value(side: str) -> bool:
+    """Whether the left of "side = value" is a name, words or a calculation, and not an expression in a variable."""
+    tree = parsed(side)
+    return is_name(side) or tree is None or not variables(tree)
 
 
 def is_name(text: str) -> bool:
@@ -138,12 +148,13 @@ def compare_values(given: str, truth: str) -> bool | None:
     """One value against another: a number with its unit, an expression, a choice, or words."""
     value, unit = split_unit(given)
     true_value, true_unit = split_unit(truth)
-    if (unit or true_unit) and not units_conflict(unit, true_unit):
+    if (value, true_value) != (given, truth) and not units_conflict(unit, true_unit):
         number, true_number = parse_rational(value), parse_rational(true_value)
         if number is not None and true_number is not None:
-            return same_number(number, true_number)
+            conflict = units_conflict(unit or number.money, true_unit or true_number.money)
+            return same_number(number, true_number) and not conflict
     elif unit and true_unit:
-        return False
+        return False  # both are known and differ
     choice = same_choice(given, truth)
     if choice is not None:
         return choice
@@ -156,6 +167,8 @@ def compare_values(given: str, truth: str) -> bool | None:
 
 def compare_expressions(given: str, truth: str) -> bool | None:
     left, right = parsed(given), parsed(truth)
+    if (left is None) != (right is None):  # beside an expression, "xy" is a product and no word
+        left, right = left or parsed(given, letters=True), right or parsed(truth, letters=True)
     if left is None or right is None:
         unread = [text for tree, text in ((left, given), (right, truth)) if tree is None]
         return None if all("\\" in text for text in unread) else False  # words are not equal, LaTeX may be
@@ -185,9 +198,9 @@ def sign_of(tree: Tree) -> int:
     return -1 if tree[0] == "neg" else 1
 
 
-def parsed(text: str) -> Tree | None:
+def parsed(text: str, letters: bool = False) -> Tree | None:
     try:
-        return parse_expression(text)
+        return parse_expression(text, letters)
     except NotParsed:
         return None
 

@@ -54,7 +54,7 @@ class NotParsed(ValueError):
     """The text is not an expression of this grammar."""
 
 
-def tokenize(text: str) -> list[tuple[str, str]]:
+def tokenize(text: str, letters: bool = False) -> list[tuple[str, str]]:
     """(kind, value) pairs; kinds: number, name, fn, frac, sqrt, binom, sign."""
     tokens: list[tuple[str, str]] = []
     position = 0
@@ -64,7 +64,7 @@ def tokenize(text: str) -> list[tuple[str, str]]:
             raise NotParsed(f"character {text[position]!r}")
         position = match.end()
         if match["space"] is None:
-            tokens += token_of(match, alone=match.end() - match.start() == len(text))
+            tokens += token_of(match, alone=not letters and match.end() - match.start() == len(text))
         if len(tokens) > MAX_TOKENS:
             raise NotParsed(f"more than {MAX_TOKENS} tokens")
     return tokens
@@ -92,9 +92,12 @@ def token_of(match: re.Match, alone: bool) -> list[tuple[str, str]]:
     return [("name", letter) for letter in name]
 
 
-def parse_expression(text: str) -> Tree:
-    """The tree of the whole text; NotParsed when it is no expression or exceeds a limit."""
-    parser = Parser(tokenize(text))
+def parse_expression(text: str, letters: bool = False) -> Tree:
+    """The tree of the whole text; NotParsed when it is no expression or exceeds a limit.
+
+    A text of two or three letters alone is a word, unless `letters` says that it is a product.
+    """
+    parser = Parser(tokenize(text, letters))
     tree = parser.sum(0)
     if parser.position < len(parser.tokens):
         raise NotParsed(f"unexpected {parser.tokens[parser.position][1]!r}")

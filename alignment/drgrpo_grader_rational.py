@@ -29,11 +29,11 @@ DIVISION = re.compile(
 
 @dataclass(frozen=True)
 class Rational:
-    """An exact value, and whether a percent or currency sign stood beside it (the value is as written: 50% is 50)."""
+    """An exact value as written (50% is 50), whether a percent sign stood beside it, and the currency sign if any."""
 
     value: Fraction
     percent: bool = False
-    money: bool = False
+    money: str = ""
 
 
 def parse_rational(text: str) -> Rational | None:
@@ -58,7 +58,8 @@ def number_of(match: re.Match) -> Rational | None:
         return None
     value = plain_value(match["digits"]) * Fraction(10) ** (int(exponent) + SCALES.get(match["scale"], 0))
     tail = match["tail"]
-    return Rational(-value if signs == "-" else value, tail == "%", bool(match["money"] or tail not in (None, "%")))
+    money = match["money"] or (tail if tail and tail != "%" else "")
+    return Rational(-value if signs == "-" else value, tail == "%", money)
 
 
 def division_of(match: re.Match) -> Rational | None:
@@ -73,7 +74,7 @@ def division_of(match: re.Match) -> Rational | None:
         if over < 0 or under < 0 or over.denominator != 1 or under.denominator != 1 or value >= 1:
             return None
         value += plain_value(match["whole"])
-    return Rational(-value if match["sign"].strip() == "-" else value, match["tail"] == "%", bool(match["money"]))
+    return Rational(-value if match["sign"].strip() == "-" else value, match["tail"] == "%", match["money"])
 
 
 def signed_value(text: str) -> Fraction:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 OPEN, CLOSE = "([{", ")]}"
 MAX_ITEMS = 16
+MAX_BRACKETS = 8
 THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 ENVIRONMENT = re.compile(r"\\begin\{([pbvB]?matrix|array)\}(?:\{[lcr| ]*\})?(.*)\\end\{\1\}")
 JOINERS = re.compile(r",?\s+(?:and|or)\s+")
@@ -34,7 +35,7 @@ class Structure:
     mark: str = ""
 
 
-def parse_structure(text: str) -> Structure:
+def parse_structure(text: str, depth: int = 0) -> Structure:
     """The structure of a cleaned answer; a text with unbalanced brackets or too many items is a single value."""
     text = MEMBER.sub("", text.strip()).strip()
     matrix = matrix_of(text)
@@ -49,11 +50,13 @@ def parse_structure(text: str) -> Structure:
     sides, signs = split_relation(text)
     if signs:
         return interval_of(sides, signs) or Structure("relation", tuple(sides), " ".join(signs))
-    return bracketed(text) or plus_minus(text) or Structure("single", (text,))
+    return bracketed(text, depth) or plus_minus(text) or Structure("single", (text,))
 
 
-def bracketed(text: str) -> Structure | None:
-    """A tuple, an interval or a set, when one pair of brackets encloses everything."""
+def bracketed(text: str, depth: int) -> Structure | None:
+    """A tuple, an interval or a set, when one pair of brackets encloses everything; (72) is 72, up to 8 deep."""
+    if depth > MAX_BRACKETS:
+        return None
     if text.startswith("\\{") and text.endswith("\\}"):
         inner = text[2:-2].strip()
         return Structure("set", tuple(split_commas(inner)) if inner else ())
@@ -61,10 +64,10 @@ def bracketed(text: str) -> Structure | None:
         return None
     items = split_commas(text[1:-1])
     if text[0] == "{" and text[-1] == "}":
-        return Structure("set", tuple(items)) if len(items) > 1 else parse_structure(text[1:-1])
+        return Structure("set", tuple(items)) if len(items) > 1 else parse_structure(text[1:-1], depth + 1)
     if 1 < len(items) <= MAX_ITEMS:
         return Structure("tuple", tuple(items), text[0] + text[-1])
-    return parse_structure(text[1:-1]) if text[0] == "(" and text[-1] == ")" and items[0] else None
+    return parse_structure(text[1:-1], depth + 1) if text[0] == "(" and text[-1] == ")" and items[0] else None
 
 
 def encloses(text: str) -> bool:

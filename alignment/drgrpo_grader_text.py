@@ -41,7 +41,7 @@ OPENINGS = re.compile(
 PERCENT = re.compile(r"\s?\bper\s?cent\b")
 PAIRS = [("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("`", "`"), ('"', '"')]
 PAIRS += [("__", "__"), ("*", "*")]
-TRAILING = " \t\r\n.,;:!"
+TRAILING = " \t\r\n.,;:"  # not "!", which is a factorial
 
 
 def clean(text: str) -> str:
@@ -51,10 +51,10 @@ def clean(text: str) -> str:
     text = unicodedata.normalize("NFKC", text.translate(TABLE))[: 2 * MAX_ANSWER_CHARS]
     text = "".join([char for char in text if unicodedata.category(char) not in ("Cf", "Cc") or char in "\n\t"])
     text = THIN_THOUSANDS.sub("", text.replace("\\\\", " \\cr "))
-    text = strip_pairs(text)
+    text = strip_pairs(SPACES.sub(" ", text))
     text = FRACTIONS.sub(r"\\frac", SIZES.sub("", text))
     text = WRAPPERS.sub(r" \1 ", WRAPPERS.sub(r" \1 ", text))  # twice: \text{\textbf{a}}
-    text = DEGREES.sub(" ", SPACES.sub(" ", text)).replace("\\$", "$").replace("\\%", "%").replace("\\&", "&")
+    text = DEGREES.sub(" ", text).replace("\\$", "$").replace("\\%", "%").replace("\\&", "&")
     text = text.replace("\\varnothing", "\\emptyset").replace("\\{\\}", "\\emptyset")
     text = PERCENT.sub("%", text)
     return " ".join(strip_pairs(drop_opening(text)).split())

@@ -40,6 +40,7 @@ TAIL = re.compile(r"[A-Za-z][A-Za-z '/.-]*(?:\s?\^\s?\{?\s?[123]\s?\}?)?$")
 COMMAND_END = re.compile(r"\\[a-z]+$")
 FRONT = re.compile(r"^(?:rs\.?|usd|eur|us)\s*(?=[\d$])", re.IGNORECASE)
 MAX_UNIT_WORDS = 5
+NO_UNIT = set("is isn't are was be not no nor or and but if maybe either wrong right incorrect than to from".split())
 
 
 def split_unit(text: str) -> tuple[str, str]:
@@ -50,6 +51,8 @@ def split_unit(text: str) -> tuple[str, str]:
     ends_in_value = value[-1:] in tuple("0123456789)}%.") or COMMAND_END.search(value) is not None
     if not unit or not value or not ends_in_value or len(unit.split()) > MAX_UNIT_WORDS:
         return text, ""
+    if NO_UNIT & set(unit.lower().split()):
+        return text, ""  # "72 is wrong" says something else than 72
     if start > 0 and text[start - 1] != " " and unit.split("^")[0].strip().lower() not in CANONICAL:
         return text, ""  # "3x" and "2\\pi r" are expressions, "3cm" is not
     return value, unit
