@@ -121,7 +121,8 @@ def make_setup(args: argparse.Namespace) -> Setup:
         model, args.micro_batch or micro_batch, args.seq_len or seq_len, device=mesh.device.type,
         dtype="bfloat16" if on_gpu else "float32", compile=args.compile or ("block" if on_gpu else "none"),
     )  # fmt: skip
-    return Setup(work, mesh, KernelsConfig(fused=args.kernels == "fused"))
+    # One launch updates all: a step must not wait for the host, which would hide what communication costs.
+    return Setup(work, mesh, KernelsConfig(fused=args.kernels == "fused", optimizer=on_gpu))
 
 
 def main() -> None:
