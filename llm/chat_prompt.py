@@ -12,12 +12,16 @@ and the answer ends where the model would begin the next "User:". What a message
 a special token inside it (<|im_end|>) is not turned into that token, so nobody can close their turn and open another's.
 """
 
+import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
 from configs.errors import UserError
 from llm.bpe_tokenizer import Tokenizer
+from llm.chat_template import GENERATION_FILE, load_chat_template, stop_ids
+from llm.chat_template import load_chat_template
 
 Messages = list[dict[str, str]]  # {"role": "system" | "user" | "assistant", "content": text}
 PLAIN_STOP = "\nUser:"
@@ -30,15 +34,25 @@ class Template(Protocol):
 
 
 class ChatPrompt:
-    """Encodes conversations and plain text for one model, and knows where an answer ends."""
+    """Encodes conversations and plain text for one model, and knows where an answer ends.
 
-    def __init__(self, tokenizer: Tokenizer, template: Template | None = None, document_start: bool = True):
+    start_ids: put before a text that is to be continued; None: the end-of-text token, which stands before every
+    document of ours. stop_ids: end an answer beside the end-of-text token and the ends of turns that are known.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: Template | None = None,
+        start_ids: list[int] | None = None,
+        stop_ids: Iterable[int] = (),
+    ):
         self.tokenizer = tokenizer
         self.template = template
-        self.start_ids = [tokenizer.eot_id] if document_start else []
+        self.start_ids = [tokenizer.eot_id] if start_ids is None else start_ids
         specials = tokenizer.special_tokens
         turn_ends = [specials[name] for name in END_OF_TURN_NAMES if name in specials] if template else []
-        self.stop_ids = tuple(dict.fromkeys([tokenizer.eot_id, *turn_ends]))
+        self.stop_ids = tuple(dict.fromkeys([tokenizer.eot_id, *turn_ends, *stop_ids]))
         self.chat_stops = () if template else (PLAIN_STOP,)
         names = sorted(specials, key=len, reverse=True)
         self._special = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
@@ -91,5 +105,24 @@ def unused_character(messages: Messages) -> str:
 
 
 def load_chat_prompt(checkpoint: Path, tokenizer: Tokenizer, document_start: bool = True) -> ChatPrompt:
-    """The prompt format of a checkpoint: its chat template if it has one."""
-    return ChatPrompt(tokenizer, None, document_start)
+    """The prompt format of a checkpoint: its chat template and the ids that end its answers, if it has them.
+
+    A text to be continued begins as in training: behind the end-of-text token for a model of ours, behind what
+    tokenizer.json puts before a text for an imported one.
+    """
+    start_ids = []
+    if document_start:
+        imported = (checkpoint / GENERATION_FILE).is_file()
+        start_ids = ids_before_text(tokenizer) if imported else [tokenizer.eot_id]
+    return ChatPrompt(tokenizer, load_chat_template(checkpoint), start_ids, stop_ids(checkpoint))
+
+
+def ids_before_text(tokenizer: Tokenizer) -> list[int]:
+    """The special tokens that tokenizer.json's post-processor (Hugging Face's TemplateProcessing) puts first."""
+    processor = json.loads(tokenizer.content).get("post_processor") or {}
+    for one in processor.get("processors", [processor]):
+        if one.get("type") != "TemplateProcessing":
+            continue
+        first = one["single"][0].get("SpecialToken", {}).get("id")
+        return [tokenizer.special_tokens[first]] if first in tokenizer.special_tokens else []
+    return []
