@@ -169,9 +169,9 @@ def torch_fsdp(name: str, setup: Setup) -> Contestant:
         with torch.autocast(mesh.device.type, torch.bfloat16, enabled=bfloat16):
             loss = forward_loss(batch).loss_sum / setup.work.tokens
         loss.backward()  # it averages over the ranks
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_norm)
-        if torch.isfinite(norm.full_tensor()):
-            optimizer.step()
+        # No look at the norm: the host need not wait for the device, as in ours.
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_norm)
+        optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
