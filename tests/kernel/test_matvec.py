@@ -1,4 +1,4 @@
-"""The engine's kernels, through the engine: the same tokens as its plain path, by Triton's interpreter where no GPU is."""
+"""The engine by its kernels against the engine without: the same tokens; in the interpreter where no GPU is."""
 
 import numpy as np
 import pytest
