@@ -21,7 +21,6 @@ from typing import Protocol
 from configs.errors import UserError
 from llm.bpe_tokenizer import Tokenizer
 from llm.chat_template import GENERATION_FILE, load_chat_template, stop_ids
-from llm.chat_template import load_chat_template
 
 Messages = list[dict[str, str]]  # {"role": "system" | "user" | "assistant", "content": text}
 PLAIN_STOP = "\nUser:"

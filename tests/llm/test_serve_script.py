@@ -1,4 +1,4 @@
-"""The two scripts as a user starts them: on a run's checkpoint, until a signal or the end of input, and with wrong settings."""
+"""The scripts as a user starts them: on a checkpoint, until a signal or the end of input, and with wrong settings."""
 
 import io
 import re
