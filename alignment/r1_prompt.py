@@ -11,9 +11,10 @@ small windows, base models and chat models (r1_prompt_chat.py). Rules that hold 
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from alignment.problem import Problem
-from alignment.r1_prompt_chat import ChatTemplate, chat_end_id, encode_chat
+from alignment.r1_prompt_chat import ChatTemplate, chat_end_id, encode_chat, load_chat
 from configs.errors import UserError, check_choice
 from llm.bpe_tokenizer import Tokenizer
 
@@ -104,6 +105,12 @@ def prompt_format(config: PromptConfig, tokenizer: Tokenizer, chat: ChatTemplate
             raise UserError(f"bos={bos} with template=chat: the chat template writes it; use bos=auto")
         return PromptFormat(template, TEMPLATES[template], None, chat_end_id(chat, tokenizer), chat)
     return PromptFormat(template, TEMPLATES[template], begin_id(tokenizer, bos), tokenizer.eot_id)
+
+
+def load_prompt_format(config: PromptConfig, tokenizer: Tokenizer, directory: str | Path) -> PromptFormat:
+    """`prompt_format` with the chat template that lies beside a checkpoint or tokenizer, when config asks for chat."""
+    chat = load_chat(directory) if config.template == "chat" else None
+    return prompt_format(config, tokenizer, chat)
 
 
 def begin_id(tokenizer: Tokenizer, bos: str) -> int | None:

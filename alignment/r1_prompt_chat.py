@@ -7,9 +7,10 @@ tokens is encoded as a whole, question and surroundings together, which is how H
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from configs.errors import UserError
+from configs.errors import UserError, missing_extra
 from llm.bpe_tokenizer import Tokenizer
 
 # (messages, add_generation_prompt) -> the conversation's text, special tokens spelled out
@@ -42,6 +43,16 @@ def chat_end_id(chat: ChatTemplate, tokenizer: Tokenizer) -> int:
         if token_id is not None:
             return token_id
     raise UserError("the chat template writes no special token behind a reply; use template=r1_zero")
+
+
+def load_chat(directory: str | Path) -> ChatTemplate | None:
+    """The template beside a checkpoint, rendered in a sandbox (llm/chat_template.py); None when there is none."""
+    try:
+        from llm.chat_template import load_chat_template
+    except ImportError as error:
+        raise missing_extra(error.name or "jinja2", "align") from error
+    template = load_chat_template(directory)
+    return None if template is None else template.render
 
 
 def special_segments(text: str, tokenizer: Tokenizer) -> list[tuple[int | None, str]]:
