@@ -70,3 +70,10 @@ POLICY_LOG_PROBS = 5e-6
 # Memory of a serving process between one crowd of clients and the last of some: its allocator keeps what it had, so the
 # level wanders by a few MB; a leak of one answer's events a client would be far above after 500 of them.
 RESIDENT_GROWTH_BYTES = 16 * 2**20
+# Weights after three SGD steps of reinforcement learning on several ranks against one, float32: sums in another order,
+# relative to a parameter's largest entry.
+RL_RANKS = 1e-5
+# The five numbers of a scaling law from points without noise: what L-BFGS leaves where the terms trade for each other.
+SCALING_FIT = 1e-2
+# Its exponents from points with 0.2% of noise: the standard error of a least-squares fit to such points is 0.02.
+SCALING_FIT_NOISY = 0.06

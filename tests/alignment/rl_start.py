@@ -69,14 +69,14 @@ def fine_tune(model: Transformer, tokenizer: Tokenizer, problems: list) -> None:
         optimizer.zero_grad()
 
 
-def rl_config(runs_dir: Path, *overrides: str) -> TrainRlConfig:
-    """train_rl from that start, small enough for a test."""
+def rl_config(runs_dir: Path, *overrides: str, start: str | None = None) -> TrainRlConfig:
+    """train_rl from that start (or another process's), small enough for a test."""
     data = "{source: arithmetic, level: one_digit_sums, split: %s, size: %d, seed: 1}"
     return compose_config(
         TrainRlConfig,
         "train_rl",
         [
-            "name=rl", f"runs_dir={runs_dir}", f"init_from={rl_start()}", "device=cpu", "num_batches=3",
+            "name=rl", f"runs_dir={runs_dir}", f"init_from={start or rl_start()}", "device=cpu", "num_batches=3",
             "prompts_per_batch=4", "group_size=4", "max_new_tokens=24", "optimizer.lr=0.002", "evaluate_every=100",
             f"train_data=[{data % ('train', 40)}]", f"held_out_data={data % ('held_out', 8)}",
             "prompt.template=r1_short", *overrides,
