@@ -113,7 +113,8 @@ def main() -> None:
         if name == "sweep":
             continue
         print(
-            f"{name}: step {row['step_us']:.0f} us, kernels {row['kernels_us']:.0f}, host {row.get('host_cpu_us', 0):.0f}"
+            f"{name}: step {row['step_us']:.0f} us, kernels {row['kernels_us']:.0f}, "
+            f"host {row.get('host_cpu_us', 0):.0f}"
         )
         for one in row["kernels"]:
             print(f"  {one['us']:8.1f} us {one['calls']:6.1f}  {one['kernel']}")

@@ -38,6 +38,7 @@ class Request:
     pages: list[int] = field(default_factory=list)
     page_keys: list[bytes] = field(default_factory=list)
     num_computed: int = 0
+    num_published: int = 0  # of its pages, those that others can find
     num_launched: int = 0
     slot: int = -1
     prefilling: bool = True
@@ -161,13 +162,14 @@ class Scheduler:
 
     def publish(self, request: Request) -> None:
         """Let others find the request's full pages, as far as their tokens are known and planned."""
-        if not self.pool.sharing or request.slot < 0:
+        known = min(request.num_computed, len(request.prompt_ids) + len(request.output_ids))
+        first, full = request.num_published, known // self.page_size
+        if full <= first or not self.pool.sharing or request.slot < 0:
             return
         request.update_page_keys(self.page_size)
-        full = min(request.num_computed // self.page_size, len(request.page_keys))
-        for page, key in zip(request.pages[:full], request.page_keys[:full], strict=True):
-            if page not in self.pool.key_of:
-                self.pool.publish(page, key)
+        for page, key in zip(request.pages[first:full], request.page_keys[first:full], strict=True):
+            self.pool.publish(page, key)
+        request.num_published = full
 
     def grow(self, request: Request) -> bool:
         """Make room for one more token, putting younger requests back if need be; False if this one was put back."""
@@ -198,6 +200,7 @@ class Scheduler:
         for _ in range(needed):
             self.give_page(request, self.pool.take())
         request.num_computed = len(shared) * self.page_size
+        request.num_published = len(shared)
         request.prefilling = True
         self.shared_tokens += request.num_computed
         self.running.append(request)
@@ -233,7 +236,7 @@ class Scheduler:
             return
         self.pool.release(reversed(request.pages))
         request.pages = []
-        request.num_computed = 0
+        request.num_computed = request.num_published = 0
         request.prefilling = True
         self.free_slots.append(request.slot)
         request.slot = -1
