@@ -25,6 +25,7 @@ from llm.hf_directory import INDEX, SINGLE
 from llm.hf_names import hf_names
 from llm.hf_source import our_shapes
 from llm.hf_tensors import Named, StoredTensor, file_groups, write_safetensors
+from llm.lora import LoraConfig, is_adapter, merge
 from parallel.sharded_checkpoint import open_checkpoint
 from parallel.sharded_checkpoint_files import CheckpointReader
 from parallel.sharded_checkpoint_manifest import damage
@@ -44,7 +45,8 @@ def write_directory(checkpoint: Path, output: Path, dtype: torch.dtype | None, m
     reader, state = open_checkpoint(checkpoint, MODEL_PREFIX)
     config = load_config(ModelConfig, state["config"]["model"])
     family = family_of(config)
-    tensors = [(name, tensor.as_dtype(dtype)) for name, tensor in foreign_tensors(reader, config, family)]
+    plain = plain_tensors(reader, config, load_config(LoraConfig, state["config"].get("lora") or {}))
+    tensors = [(name, tensor.as_dtype(dtype)) for name, tensor in foreign_tensors(reader, plain, config, family)]
     half_done = output.with_name(f".{output.name}.{os.getpid()}.partial")
     try:
         half_done.mkdir(parents=True)
@@ -62,25 +64,53 @@ def write_directory(checkpoint: Path, output: Path, dtype: torch.dtype | None, m
     return family
 
 
-def foreign_tensors(reader: CheckpointReader, config: ModelConfig, family: str) -> Named:
-    """The checkpoint's parameters under Hugging Face's names, stacked experts one by one."""
+def plain_tensors(reader: CheckpointReader, config: ModelConfig, lora: LoraConfig) -> Named:
+    """The parameters of the model, adapters merged into the weights that they belong to.
+
+    UserError when the checkpoint holds others than its config describes.
+    """
+    shapes = our_shapes(config)
+    held = {name.removeprefix(MODEL_PREFIX): reader.shape(name) for name in reader.names(MODEL_PREFIX)}
+    adapters = {name for name in held if is_adapter(name)} if lora.rank else set()
+    wrong = sorted(name for name, shape in shapes.items() if held.get(name) != shape)
+    wrong += sorted(held.keys() - shapes.keys() - adapters)
+    if wrong:
+        raise UserError(
+            f"{reader.directory} does not hold what its config describes: {wrong[0]} is {list(held.get(wrong[0], ()))} "
+            f"instead of {list(shapes.get(wrong[0], ()))}; use another checkpoint"
+        )
+    return [(name, stored_parameter(reader, name, lora if adapters else None)) for name in shapes]
+
+
+def stored_parameter(reader: CheckpointReader, name: str, lora: LoraConfig | None) -> StoredTensor:
+    """One parameter of a checkpoint, with its adapters' product where it has them."""
+    layer, stored = MODEL_PREFIX + name.rpartition(".")[0], MODEL_PREFIX + name
+    names = [stored, f"{layer}.lora_a", f"{layer}.lora_b"]
+
+    def read() -> Tensor:
+        if lora is None or not name.endswith(".weight") or names[1] not in reader.index:
+            return reader.full(stored)
+        return merge({each: reader.full(each) for each in names}, lora)[stored]
+
+    return StoredTensor(reader.shape(stored), reader.dtype(stored), read)
+
+
+def foreign_tensors(reader: CheckpointReader, plain: Named, config: ModelConfig, family: str) -> Named:
+    """The parameters under Hugging Face's names, stacked experts one by one."""
     tensors: Named = []
-    for name, shape in our_shapes(config).items():
-        stored = MODEL_PREFIX + name
-        if stored not in reader.index or reader.shape(stored) != shape:
-            raise UserError(f"{reader.directory} holds no {name} of shape {list(shape)}, which its config describes")
-        names, dtype = hf_names(name, family, config.moe.num_experts), reader.dtype(stored)
+    for name, tensor in plain:
+        names = hf_names(name, family, config.moe.num_experts)
         if len(names) == 1:
-            tensors.append((names[0], StoredTensor(shape, dtype, partial(reader.full, stored))))
+            tensors.append((names[0], tensor))
             continue
         for expert, foreign in enumerate(names):
-            read = partial(read_expert, reader, stored, expert)
-            tensors.append((foreign, StoredTensor(shape[1:], dtype, read)))
+            read = partial(read_expert, reader, MODEL_PREFIX + name, expert)
+            tensors.append((foreign, StoredTensor(tensor.shape[1:], tensor.dtype, read)))
     return tensors
 
 
 def read_expert(reader: CheckpointReader, name: str, expert: int) -> Tensor:
-    """One expert's matrix of a stacked parameter, and no byte of the others."""
+    """One expert's matrix of a stacked parameter, and no byte of the others (experts have no adapters)."""
     shape = reader.shape(name)
     values = torch.empty((1, *shape[1:]), dtype=reader.dtype(name))
     reader.fill(Box(name, shape, (expert, *(0 for _ in shape[1:])), values))

@@ -11,6 +11,7 @@ import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -42,10 +43,18 @@ class StoredTensor:
         """The same values rounded to another dtype as they are read; None keeps theirs."""
         if dtype is None or dtype == self.dtype:
             return self
-        return replace(self, dtype=dtype, read=lambda: self.read().to(dtype))
+        return replace(self, dtype=dtype, read=lambda: rounded(self.read(), dtype))
 
 
 Named = list[tuple[str, StoredTensor]]
+
+
+def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values in another dtype; UserError where float16, which ends at 65,504, would make them infinite."""
+    result = values.to(dtype)
+    if dtype == torch.float16 and bool((result.isinf() & values.isfinite()).any()):
+        raise UserError(f"a weight of {float(values.abs().max()):.3g} does not fit float16; use dtype=bfloat16")
+    return result
 
 
 def stacked(parts: list[StoredTensor]) -> StoredTensor:
@@ -73,14 +82,19 @@ def write_safetensors(path: Path, tensors: Named) -> None:
         with open(path, "wb") as file:
             file.write(header_of(tensors))
             for name, tensor in tensors:
-                values = tensor.read().contiguous()
-                assert values.shape == tensor.shape and values.dtype == tensor.dtype, f"{name}: {values.shape}"
-                file.write(memoryview(values.reshape(-1).view(torch.uint8).numpy()))
+                write_values(file, name, tensor)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
         path.unlink(missing_ok=True)
         raise UserError(f"{path} could not be written ({error}); free disk space or use another output=") from error
+
+
+def write_values(file: BinaryIO, name: str, tensor: StoredTensor) -> None:
+    """Read one tensor, write its bytes, and let it go."""
+    values = tensor.read().contiguous()
+    assert values.shape == tensor.shape and values.dtype == tensor.dtype, f"{name}: {values.dtype} {values.shape}"
+    file.write(memoryview(values.reshape(-1).view(torch.uint8).numpy()))
 
 
 def header_of(tensors: Iterable[tuple[str, StoredTensor]]) -> bytes:

@@ -4,6 +4,10 @@ The models are random and small, one a family; the tokenizer is trained here. No
 """
 
 import json
+import subprocess
+import sys
+import weakref
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -13,12 +17,14 @@ from configs.errors import UserError
 from llm import hf_export, hf_import
 from llm.bpe_tokenizer import Tokenizer
 from llm.generating_loop import GenerationLimits, generate
+from llm.hf_checkpoint import write_checkpoint
 from llm.model_loading import load_model
 from llm.sampling import SamplingConfig
 from tests.tolerances import FP32_FORWARD
 
 transformers = pytest.importorskip("transformers")
 
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -286,3 +292,73 @@ def test_shapes_without_a_family_are_refused(fields, message):
 
     with pytest.raises(UserError, match=message):
         family_of(load_config(ModelConfig, fields))
+
+
+def test_adapters_are_merged_on_export(tmp_path, tiny_corpus, ids):
+    from llm.args import ModelConfig
+    from llm.checkpoint import save_checkpoint
+    from llm.checkpoint_pieces import model_tensors
+    from llm.lora import LoraConfig, apply_lora
+    from llm.transformer import Transformer
+    from parallel.sharded_checkpoint_pieces import whole
+
+    config = ModelConfig(vocab_size=384, max_seq_len=64, d_model=32, num_layers=2, num_heads=4, d_ff=48)
+    lora = LoraConfig(rank=4, targets=["q_proj", "down_proj"])
+    model = apply_lora(Transformer(config), lora).eval()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.2) if parameter.ndim > 1 else parameter.uniform_(0.5, 1.5)
+        expected = model(ids)
+    pieces = [whole(name, tensor) for name, tensor in model_tensors(model).items()]
+    for described in (asdict(lora), None):
+        state = {"config": {"model": asdict(config), "lora": described}}
+        path = save_checkpoint(tmp_path / f"run_{described is None}", 7, pieces, state, tiny_corpus.tokenizer)
+        settings = hf_export.HfExportConfig(checkpoint=str(path), output=str(tmp_path / "back"))
+        if described is None:  # adapters that the config says nothing of
+            (tmp_path / "back").rename(tmp_path / "first")
+            with pytest.raises(UserError, match="lora_a"):
+                hf_export.body(settings)
+            return
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(hf_export.body(settings)).eval()
+        with torch.inference_mode():
+            assert_logits_equal(theirs(ids).logits, expected)
+
+
+def test_one_tensor_is_in_memory_at_a_time(tmp_path, tokenizer_files):
+    saved("qwen3_moe", tmp_path / "theirs", tokenizer_files)
+    source = hf_import.open_source(str(tmp_path / "theirs"))
+    alive: list[weakref.ref] = []
+    largest = 0
+
+    def watched(read):
+        def read_one():
+            nonlocal largest
+            tensor = read().clone()
+            alive[:] = [other for other in alive if other() is not None]
+            alive.append(weakref.ref(tensor))
+            largest = max(largest, len(alive))
+            return tensor
+
+        return read_one
+
+    source.tensors = [(name, replace(tensor, read=watched(tensor.read))) for name, tensor in source.tensors]
+    write_checkpoint(source, tmp_path / "run", torch.bfloat16)
+    assert largest == 1
+
+
+def test_a_weight_too_large_for_float16_is_refused(tmp_path, tokenizer_files):
+    model = saved("llama", tmp_path / "theirs", tokenizer_files)
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = 70_000.0
+    model.save_pretrained(tmp_path / "theirs")
+    with pytest.raises(UserError, match="does not fit float16"):
+        imported(tmp_path / "theirs", tmp_path / "run", dtype="float16")
+    assert not list((tmp_path / "run/checkpoints").iterdir())
+
+
+def test_scripts_end_in_one_line_and_exit_code_2(tmp_path):
+    command = [sys.executable, "-m", "llm.hf_import", f"path={tmp_path}/nothing", f"output={tmp_path}/run"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1 and "does not exist" in result.stderr
