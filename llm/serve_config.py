@@ -16,7 +16,7 @@ class ServeLimits:
     max_new_tokens: int | None = None  # a completion's tokens; null: what the context leaves
     max_choices: int = 64  # sequences of one request: n times the number of its prompts
     max_waiting: int = 256  # sequences in the server beyond those that run; more are refused with 429
-    max_connections: int = 1024  # open connections; more are refused with 503
+    max_connections: int = 900  # open ones, below the usual limit of 1,024 open files; more are refused with 503
     max_body_bytes: int = 2_000_000
     body_timeout_s: float = 30.0  # for a request's body to arrive
     send_timeout_s: float = 60.0  # for a client to take what was sent to it
