@@ -8,6 +8,7 @@ text, our bounded parser stands. Measured agreement: docs/grading.md.
 """
 
 import re
+import unicodedata
 from fractions import Fraction
 
 from alignment.drgrpo_grader_compare import parsed, same_tree
@@ -30,6 +31,9 @@ COMMA = re.compile(r"(\d),(\d\d\d)($|\D)")
 LOWEST = re.compile(r"-?[0-9]+.?/0*[1-9][0-9]*.?")
 NOT_EVALUATED = re.compile(r"\^\{|\^\(|\^[0-9]+\^|\^[0-9][0-9]+")
 SIGNS = {"\\pi": "pi", "\\infty": "inf", "\\times": "*", "\\cup": "U", "\\%": "%", "\\$": "$", "\\{": "{", "\\}": "}"}
+SIGNS |= {"\\cdot": "*", "\\emptyset": "∅", "\\varnothing": "∅", "\\(": "", "\\)": "", "\\[": "", "\\]": ""}
+SIGNS |= {"\\quad": " ", "\\displaystyle": "", "\\;": " ", "\\!": "", "\\:": " "}
+SIGNS |= {f"\\{name}": unicodedata.lookup(f"greek small letter {name}") for name in "alpha beta gamma theta".split()}
 SIGNS |= {"√": "sqrt", "π": "pi", "∞": "inf", "∪": "U", "·": "*", "×": "*", "\\,": " ", "\\ ": " "}
 
 
@@ -70,7 +74,7 @@ def math_form(text: str) -> str:
     whole = ENCLOSED.fullmatch(text)
     text = (whole[1].strip() if whole else text).replace("\n", "").replace("\\!", "").replace("\\\\", "\\")
     text = re.sub(r"[td]frac", "frac", text).replace("\\left", "").replace("\\right", "")
-    text = without(TRAILING_TEXT, text)
+    text = without(TRAILING_TEXT, text.replace("bmatrix", "pmatrix")).split("\\text{ ")[0]
     text = without(MATH_WORDS, text)
     text = re.sub(r"\^\\circ|\^\{\\circ\}|\\\$|\\%", "", text)
     text = text.replace(" .", " 0.").replace("{.", "{0.")
@@ -181,5 +185,8 @@ def same_part(given: str, truth: str) -> bool:
     letters = {char for char in both.replace("sqrt", "").replace("frac", "") if char.isalpha()}
     if len(letters) > 2 or NOT_EVALUATED.search(both):
         return False
-    left, right = parsed(given), parsed(truth)
+    left, right = number_of(given, with_commas=True), number_of(truth, with_commas=True)
+    if left is not None and right is not None:
+        return left == right
+    left, right = parsed(given, letters=True), parsed(truth, letters=True)
     return left is not None and right is not None and same_tree(left, right) is True
