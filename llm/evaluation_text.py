@@ -6,10 +6,15 @@ bytes that are divided by are the bytes of the text as it stands in the file.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+
+import numpy as np
 
 from configs.errors import UserError
 from data_processing.document import DOCUMENT_SUFFIXES, expand_paths, open_text, read_json_objects
+from llm.bpe_tokenizer import Tokenizer
+from llm.data_loader import open_sources
 
 TEXT_SUFFIXES = (".txt", ".txt.gz", ".txt.zst", ".md", *DOCUMENT_SUFFIXES)
 
@@ -73,3 +78,19 @@ def cut_to_bytes(text: str, num_bytes: int) -> str:
     if len(text) * 4 <= num_bytes:
         return text
     return text[:num_bytes].encode("utf-8")[:num_bytes].decode("utf-8", "ignore")
+
+
+def validation_texts(tokens: str | Path, tokenizer: Tokenizer, max_bytes: int | None = None) -> Iterator[Text]:
+    """The documents of token files' validation split as text again, `max_bytes` of each source at most."""
+    for source, split in open_sources(tokens, "val", tokenizer.sha256).items():
+        left = max_bytes
+        metas = [shard for shard in split.meta.split("val") if shard.tokens]
+        for shard, meta in zip(split.shards, metas, strict=True):
+            offsets = np.load(split.directory / meta.offsets_file, allow_pickle=False)
+            for first, end in pairwise(offsets.tolist()):
+                text = tokenizer.decode(shard[first : end - 1])  # without the end-of-text id
+                if left is not None:
+                    text = cut_to_bytes(text, left)
+                    left -= len(text.encode("utf-8"))
+                if text:
+                    yield Text(source, f"{meta.file}:{first}", text)

@@ -6,7 +6,9 @@ import json
 import pytest
 
 from configs.errors import UserError
-from llm.evaluation_text import cut_to_bytes, read_texts
+from data_processing.document import read_documents
+from llm.bpe_tokenizer import Tokenizer
+from llm.evaluation_text import cut_to_bytes, read_texts, validation_texts
 
 
 def write_lines(path, lines):
@@ -60,3 +62,12 @@ def test_missing_files_and_bytes_that_are_not_utf8_are_refused(tmp_path):
     (tmp_path / "latin.txt").write_bytes(b"fine\ncaf\xe9\n")
     with pytest.raises(UserError, match=r"latin.txt:2: byte 0xe9 is not UTF-8"):
         list(read_texts(str(tmp_path)))
+
+
+def test_validation_tokens_are_the_documents_again(tiny_corpus):
+    tokenizer = Tokenizer.load(tiny_corpus.tokenizer)
+    texts = list(validation_texts(tiny_corpus.tokens, tokenizer))
+    documents = {document.text for document in read_documents(tiny_corpus.tokens.parent / "corpus")}
+    assert len(texts) > 5 and {text.text for text in texts} <= documents
+    cut = list(validation_texts(tiny_corpus.tokens, tokenizer, max_bytes=200))
+    assert sum(text.num_bytes for text in cut) == 200 and texts[0].text.startswith(cut[0].text)
