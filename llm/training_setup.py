@@ -158,6 +158,11 @@ class Trainer:
         if self.config.init_from is None:
             return
         path = weights_path(self.config.init_from)
+        if Tokenizer.load(path).sha256 != self.tokenizer.sha256:
+            raise UserError(
+                f"init_from={path} has another tokenizer than data.tokenizer={self.config.data.tokenizer}: its weights "
+                f"know other tokens; tokenise the data with {path}"
+            )
         load_weights(held_pieces(self.model, self.optimizer, self.mesh, self.sharding), path, self.mesh)
         if self.mesh.is_main:
             print(f"started from the weights of {path}")

@@ -4,6 +4,7 @@ The models are random and small, one a family; the tokenizer is trained here. No
 """
 
 import json
+import shutil
 import subprocess
 import sys
 import weakref
@@ -14,7 +15,9 @@ import pytest
 import torch
 
 from configs.errors import UserError
-from llm import hf_export, hf_import
+from configs.loader import compose_config
+from llm import hf_export, hf_import, training
+from llm.args import TrainConfig
 from llm.bpe_tokenizer import Tokenizer
 from llm.generating_loop import GenerationLimits, generate
 from llm.hf_checkpoint import write_checkpoint
@@ -163,10 +166,6 @@ def test_an_exported_directory_gives_tokenizer_template_and_the_same_greedy_toke
 
 
 def test_a_checkpoint_of_training_exports(tmp_path, tiny_corpus, ids):
-    from configs.loader import compose_config
-    from llm import training
-    from llm.args import TrainConfig
-
     overrides = [*tiny_corpus.overrides(tmp_path), "max_steps=1", "sample_tokens=0"]
     training.train(compose_config(TrainConfig, "training", overrides))
     exported = hf_export.body(hf_export.HfExportConfig(run=str(tmp_path / "tiny"), output=str(tmp_path / "back")))
@@ -362,3 +361,27 @@ def test_scripts_end_in_one_line_and_exit_code_2(tmp_path):
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1 and "does not exist" in result.stderr
+
+
+def test_training_starts_from_an_import_and_its_run_exports_with_the_template(tmp_path, tiny_corpus, tokenizer_files):
+    model = saved("smollm", tmp_path / "theirs", tokenizer_files)
+    shutil.copyfile(tiny_corpus.tokenizer / "tokenizer.json", tmp_path / "theirs/tokenizer.json")  # the tokens name it
+    imported(tmp_path / "theirs", tmp_path / "base")
+    shape = ["model.vocab_size=384", "model.max_seq_len=64", "model.rope_theta=100000.0", "model.norm_eps=1e-6"]
+    overrides = [
+        *tiny_corpus.overrides(tmp_path), *shape, "model.tie_embeddings=true", "max_steps=1", "sample_tokens=0",
+        f"init_from={tmp_path}/base", f"data.tokenizer={tmp_path}/base/checkpoints/step_00000000",
+        "schedule.warmup_steps=0", "optimizer.lr=1e-9", "optimizer.weight_decay=0",
+    ]  # fmt: skip
+    saved("smollm", tmp_path / "other", tokenizer_files)  # the same tokenizer in other bytes
+    imported(tmp_path / "other", tmp_path / "other_run")
+    with pytest.raises(UserError, match="has another tokenizer"):
+        training.train(compose_config(TrainConfig, "training", [*overrides, f"init_from={tmp_path}/other_run"]))
+    training.train(compose_config(TrainConfig, "training", overrides))
+    exported = hf_export.body(hf_export.HfExportConfig(run=str(tmp_path / "tiny"), output=str(tmp_path / "tuned")))
+    back = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    tuned = dict(back.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert (tuned[name] - parameter).abs().max() < 1e-6  # a step of 1e-9; a fresh model differs by 1
+    fast = transformers.AutoTokenizer.from_pretrained(exported)
+    assert fast.chat_template == TEMPLATE
