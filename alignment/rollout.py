@@ -56,21 +56,27 @@ class RolloutConfig:
 
 
 def build_rollout_engine(
-    config: RolloutConfig, source: Transformer, tokenizer: Tokenizer, device: torch.device
+    config: RolloutConfig,
+    source: Transformer,
+    tokenizer: Tokenizer,
+    device: torch.device,
+    max_seq_len: int | None = None,
 ) -> RolloutEngine:
     """An engine with a copy of `source`'s weights as version 0; the trainer's own weights are never shared with it.
 
+    `max_seq_len`: tokens of the longest prompt with its completion, for which the cache is made; None: the model's.
     A copy costs its bytes once and is what lets the engine go on with old weights while new ones are made.
     """
     if config.engine == "vllm":
         from alignment.rollout_vllm import VllmEngine
 
-        return VllmEngine(source, tokenizer, config, device)
+        return VllmEngine(source, tokenizer, config, max_seq_len)
     model = Transformer(source.config).to(device=device, dtype=choose_dtype(config.dtype, device)).eval()
     settings = EngineConfig(
         max_running=config.max_running,
         memory_fraction=config.memory_fraction,
         num_ids=tokenizer.vocab_size,
+        max_seq_len=max_seq_len,
         batch_invariant=config.batch_invariant,
         cuda_graph=config.cuda_graph and device.type == "cuda",
     )

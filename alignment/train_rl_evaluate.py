@@ -1,9 +1,9 @@
 """Held-out accuracy during a run: every rank that writes takes a share of the problems, with temperature 0."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
+from alignment.intervals import wilson_interval
 from alignment.train_rl_collect import grade_groups
 from alignment.train_rl_setup import RlRun, RolloutSide
 from parallel.collectives import all_gather_json
@@ -32,16 +32,6 @@ class HeldOut:
             "val_cut_fraction": self.cut / count,
             "val_problems": self.problems,
         }
-
-
-def wilson_interval(successes: int, count: int, z: float = 1.959964) -> tuple[float, float]:
-    """The score interval of a share of `count` trials, 95% by default; (0, 1) without trials."""
-    if count == 0:
-        return 0.0, 1.0
-    share, spread = successes / count, z * z / count
-    middle = (share + spread / 2) / (1 + spread)
-    half = z * math.sqrt(share * (1 - share) / count + spread / (4 * count)) / (1 + spread)
-    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def evaluate_held_out(run: RlRun) -> HeldOut:

@@ -208,13 +208,15 @@ def rollout_side(
     config, mesh = run.config, run.roles.workers
     fmt = prompt_format(config.prompt, run.tokenizer)
     grader = Grader(fmt.mode, num_workers=config.grader_workers)
-    engine = build_rollout_engine(config.rollout, model, run.tokenizer, mesh.device)
     settings = CollectSettings(
         config.prompts_per_batch, config.group_size, config.seed, config.algorithm.dynamic_sampling, config.max_tries
     )
     task = make_task(run, train_problems, fmt, grader, config.sampling())
     greedy = SamplingConfig(temperature=0.0, seed=config.seed)
     held_out = make_task(run, held_out_problems, fmt, grader, greedy)
+    longest = max(len(prompt) for prompt in (*task.prompts, *held_out.prompts)) + config.max_new_tokens
+    room = min(longest, model.config.max_seq_len)
+    engine = build_rollout_engine(config.rollout, model, run.tokenizer, mesh.device, room)
     return RolloutSide(engine, Collector(task, settings, engine, mesh), held_out, grader)
 
 
