@@ -35,12 +35,14 @@ CHAT_REQUEST = (
 class Template:
     """A prompt's text with {question} in it, what the response opens with, and where its answer stands.
 
-    mode: answer_tag, gsm8k or boxed, the grader's way to find the answer.
+    mode: answer_tag, gsm8k, boxed or last_number, the grader's way to find the answer. is_chat: written by the
+    checkpoint's own chat template.
     """
 
     text: str
     opening: str
     mode: str
+    is_chat: bool = False
 
 
 TEMPLATES = {
@@ -48,7 +50,8 @@ TEMPLATES = {
     "r1_short": Template("User: {question}\nAssistant: <think>", "", "answer_tag"),  # 120 tokens fewer
     "gsm8k": Template("Question: {question}\nAnswer:", "", "gsm8k"),
     "boxed": Template("{question}\nPut the final answer in \\boxed{{}}.\n", "", "boxed"),
-    "chat": Template(CHAT_REQUEST, "<think>", "answer_tag"),
+    "chat": Template(CHAT_REQUEST, "<think>", "answer_tag", is_chat=True),
+    "chat_plain": Template("{question}", "", "last_number", is_chat=True),  # for models that know no form of ours
 }
 
 
@@ -98,18 +101,18 @@ def prompt_format(config: PromptConfig, tokenizer: Tokenizer, chat: ChatTemplate
     With `chat` the template of the checkpoint decides, and bos must stay "auto".
     """
     template, bos = config.template, config.bos
-    if template == "chat":
+    if TEMPLATES[template].is_chat:
         if chat is None:
-            raise UserError("template=chat needs a chat template and this model has none; use template=r1_zero")
+            raise UserError(f"template={template} needs a chat template and this model has none; use template=r1_zero")
         if bos != "auto":
-            raise UserError(f"bos={bos} with template=chat: the chat template writes it; use bos=auto")
+            raise UserError(f"bos={bos} with template={template}: the chat template writes it; use bos=auto")
         return PromptFormat(template, TEMPLATES[template], None, chat_end_id(chat, tokenizer), chat)
     return PromptFormat(template, TEMPLATES[template], begin_id(tokenizer, bos), tokenizer.eot_id)
 
 
 def load_prompt_format(config: PromptConfig, tokenizer: Tokenizer, directory: str | Path) -> PromptFormat:
     """`prompt_format` with the chat template that lies beside a checkpoint or tokenizer, when config asks for chat."""
-    chat = load_chat(directory) if config.template == "chat" else None
+    chat = load_chat(directory) if TEMPLATES[config.template].is_chat else None
     return prompt_format(config, tokenizer, chat)
 
 
@@ -140,6 +143,8 @@ def completion_text(problem: Problem, fmt: PromptFormat) -> str:
         raise UserError(f"problem {problem.id} has no solution to train on; use data with worked solutions")
     if fmt.mode == "gsm8k":
         return f" {problem.solution}\n#### {problem.answer}"
+    if fmt.mode == "last_number":
+        return f"{problem.solution}\nThe answer is {problem.answer}."
     if fmt.mode == "boxed":
         return f"{problem.solution}\nThe answer is $\\boxed{{{problem.answer}}}$."
     return f"{fmt.template.opening} {problem.solution} </think> <answer> {problem.answer} </answer>"

@@ -23,7 +23,7 @@ from configs.errors import UserError
 from llm.bpe_tokenizer import Tokenizer
 from llm.bpe_tokenizer_files import BYTE_ORDER, tokenizer_json
 
-PLAIN = [name for name in TEMPLATES if name != "chat"]
+PLAIN = [name for name, template in TEMPLATES.items() if not template.is_chat]
 PROBLEM = Problem("p", " How many {apples} are 2 + 3? ", "5", "s", "2 + 3 = 5.")
 CHATML = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 SMOLLM2 = Path("/tmp/hf/smollm2/checkpoints/step_00000000")
@@ -101,7 +101,7 @@ def test_begin_token(special_tokens, bos, expected):
     assert sum(i in tokenizer.special_tokens.values() for i in ids) == (expected is not None)
 
 
-@pytest.mark.parametrize("template", [*PLAIN, "chat"])
+@pytest.mark.parametrize("template", TEMPLATES)
 def test_special_names_in_a_question_stay_text(template):
     tokenizer = bytes_tokenizer(*CHATML)
     fmt = prompt_format(PromptConfig(template), tokenizer, chatml)
