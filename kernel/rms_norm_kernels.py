@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernel.launch_cache import cached
 from kernel.operator_inputs import num_processors, row_stride
 
 MAX_WIDTH = 16384
@@ -143,11 +144,12 @@ def run_forward(
     normed = torch.empty(x.shape, dtype=out_dtype, device=x.device)
     stream = x if residual is None else torch.empty(x.shape, dtype=residual.dtype, device=x.device)
     rstd = torch.empty(N, dtype=torch.float32, device=x.device)
-    norm_forward_kernel[(triton.cdiv(N, tiles.rows),)](
+    args = (
         x, x if residual is None else residual, weight, normed, stream, rstd,
         row_stride(x), 0 if residual is None else row_stride(residual), N, C, eps,
-        HAS_RESIDUAL=residual is not None, ROWS=tiles.rows, BLOCK_C=triton.next_power_of_2(C), num_warps=tiles.warps,
     )  # fmt: skip
+    constants = dict(HAS_RESIDUAL=residual is not None, ROWS=tiles.rows, BLOCK_C=triton.next_power_of_2(C))
+    cached(norm_forward_kernel).launch((-(-N // tiles.rows),), args, constants, num_warps=tiles.warps)
     return normed, stream, rstd
 
 

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from configs.errors import UserError
+from kernel.launch_cache import cached
 from kernel.operator_inputs import check_rows, check_tensors, is_traced, row_stride
 
 BLOCK = 2048  # elements a program
@@ -126,8 +127,8 @@ def grid_of(gate: Tensor, up: Tensor) -> tuple[int, int]:
 def run_forward(gate: Tensor, up: Tensor, block: int = BLOCK, warps: int = WARPS) -> Tensor:
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     rows, C = grid_of(gate, up)
-    grid = (rows * triton.cdiv(C, block),)
-    swiglu_forward_kernel[grid](gate, up, out, row_stride(gate), row_stride(up), C, BLOCK_C=block, num_warps=warps)
+    args = (gate, up, out, row_stride(gate), row_stride(up), C)
+    cached(swiglu_forward_kernel).launch((rows * -(-C // block),), args, dict(BLOCK_C=block), num_warps=warps)
     return out
 
 

@@ -8,6 +8,7 @@ request after request for the second; elsewhere plain PyTorch on gathered pages.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,12 +58,12 @@ class PromptPieces:
     """The prompt tokens of a step: piece i has tokens offsets[i] .. offsets[i + 1] and sees `places[i]`'s keys.
 
     places: of each request's tokens so far, the piece's own included, (S_i,) int64. packed: the same one after the
-    other for the kernel, or None where no piece has earlier tokens and the step's own keys are all there are.
+    other, for the kernel.
     """
 
     offsets: list[int]
     places: list[Tensor]
-    packed: Tensor | None
+    packed: Tensor | None = None
     ranges: object = None  # kernel.flash_attention_ranges.KeyRanges, for the kernel
 
 
@@ -74,11 +75,16 @@ class StepCache:
     places: Tensor  # (N,) int64
     decode: DecodeRows | None
     prompts: PromptPieces | None
-    use_kernels: bool
+    rope: Any = None  # kernel.rope_cache.RopeTables where the kernels run, which then turn and store in one launch
+
+    @property
+    def use_kernels(self) -> bool:
+        return self.rope is not None
 
     def update(self, layer: int, k: Tensor, v: Tensor, token_positions: Tensor) -> tuple[tuple, tuple]:
         """Store k and v (1, N, K, D); what `attend` gets in their place is (layer, k) and (layer, v)."""
-        self.cache.write(layer, k[0], v[0], self.places)
+        if not self.use_kernels:
+            self.cache.write(layer, k[0], v[0], self.places)
         return (layer, k), (layer, v)
 
     def advance(self, num_tokens: int) -> None:
@@ -87,6 +93,11 @@ class StepCache:
     def attend(self, q: Tensor, k: tuple, v: tuple, ctx: BlockContext) -> tuple[Tensor, None]:
         """q (1, N, H, D) over the pages -> (1, N, H, D)."""
         layer, num_decoding = k[0], 0 if self.decode is None else self.decode.lens.shape[0]
+        if self.use_kernels:
+            from kernel.rope_cache import rope_cache
+
+            pages = self.cache.keys[layer], self.cache.values[layer]
+            q = rope_cache(q[0], k[1][0], v[1][0], self.rope, pages, self.places)[None]
         if self.prompts is None:
             return self.attend_decode(layer, q[0])[None], None
         if self.decode is None:
@@ -117,8 +128,7 @@ class StepCache:
         if self.use_kernels:
             from kernel.flash_attention_triton import AttentionMask, flash_attention
 
-            if pieces.packed is not None:
-                k, v = self.cache.read(layer, pieces.packed)  # (S, K, D)
+            k, v = self.cache.read(layer, pieces.packed)  # (S, K, D)
             return flash_attention(q[None], k[None], v[None], AttentionMask(ranges=pieces.ranges))[0][0]
         outs = []
         for index, places in enumerate(pieces.places):

@@ -5,6 +5,7 @@ next step finds them, and their copies for the host are read one step later.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,6 +62,7 @@ class EngineRunner:
         self.settings = SlotSettings.make(slots, self.device)
         self.seen: Tensor | None = None  # (slots, V) bool, made when a request has a repetition penalty
         self.page_changes: list[tuple[int, int]] = []  # flat index of the tables, page
+        self.rope = position_tables(model, self.max_len) if self.use_kernels else None
         self.single = SingleToken(self) if self.use_kernels and runs_single(model) else None
         self.graphs = DecodeGraphs(self) if config.cuda_graph and self.device.type == "cuda" else None
 
@@ -125,12 +127,20 @@ class EngineRunner:
         self, tokens: Tensor, decode: DecodeRows | None, pieces: PromptPieces | None, chosen: Tensor | None
     ) -> Tensor:
         """The model over tokens (3, N), ids, positions and places: scores (R, V) of `chosen` (R,) or of all."""
-        cache = StepCache(self.cache, tokens[2], decode, pieces, self.use_kernels)
-        ctx = BlockContext(token_positions=tokens[1][None], cache=cache, attend=cache.attend)
+        cache = StepCache(self.cache, tokens[2], decode, pieces, self.rope_of(tokens[1]))
+        ctx = BlockContext(tokens[1][None], cache=cache, attend=cache.attend, attend_turns=cache.use_kernels)
         hidden = self.model.hidden_states(tokens[0][None], ctx)  # (1, N, C)
         if chosen is not None:
             hidden = hidden[:, chosen]  # (1, R, C)
         return self.model.output(hidden)[0]  # (R, V)
+
+    def rope_of(self, positions: Tensor) -> Any:
+        """What the kernels turn tokens at `positions` (N,) by; None where they do not run."""
+        if not self.use_kernels:
+            return None
+        from kernel.rope_cache import RopeTables
+
+        return RopeTables(*self.rope, positions)
 
     def decode_inputs(self, rows: Tensor, longest: int) -> tuple[Tensor, DecodeRows]:
         """(3, B) ids, positions and places of decoding tokens, from `rows` (3, B): slots, lengths, uniforms."""
@@ -154,7 +164,7 @@ class EngineRunner:
             offsets.append(offsets[-1] + len(segment.token_ids))
         inputs = self.upload(np.concatenate(columns, axis=1))  # (3, M)
         if not self.use_kernels:
-            return inputs, PromptPieces(offsets, [torch.from_numpy(places) for places in histories], None)
+            return inputs, PromptPieces(offsets, [torch.from_numpy(places) for places in histories])
         return inputs, self.packed_pieces(segments, offsets, histories)
 
     def packed_pieces(self, segments: list[Segment], offsets: list[int], histories: list[np.ndarray]) -> PromptPieces:
@@ -168,8 +178,7 @@ class EngineRunner:
             highs.append(first + 1 + np.arange(segment.start, segment.start + count))
             first += len(places)
         bounds = self.upload(np.stack((np.concatenate(lows), np.concatenate(highs))).astype(np.int32))  # (2, M)
-        earlier = any(segment.start for segment in segments)
-        packed = self.upload(np.concatenate(histories)) if earlier else None
+        packed = self.upload(np.concatenate(histories))  # (S,)
         return PromptPieces(offsets, [], packed, ranges_from_keys(bounds[:1], bounds[1:], first))
 
     def sample(self, logits: Tensor, requests: list[Request], rows: Tensor) -> Sampled:
@@ -215,6 +224,12 @@ def row_numbers(requests: list[Request]) -> np.ndarray:
     rows = np.array([[r.slot for r in requests], [r.num_computed for r in requests], [0] * len(requests)], np.int64)
     rows[2].view(np.float64)[:] = [request.uniform_of(request.num_launched - 1) for request in requests]
     return rows
+
+
+def position_tables(model: Transformer, max_len: int) -> tuple[Tensor, Tensor]:
+    """cos and sin of all positions, each (max_len, D/2) float32."""
+    positions = torch.arange(max_len, device=model.output.weight.device)
+    return tuple(table[0, :, 0, : table.shape[-1] // 2].contiguous() for table in model.rope(positions[None]))
 
 
 def kernels_run(model: Transformer, device: torch.device) -> bool:

@@ -50,9 +50,6 @@ class SingleToken:
             length=torch.ones(1, dtype=torch.int32, device=device),
             place=torch.zeros(1, dtype=torch.int64, device=device),
         )
-        positions = torch.arange(runner.max_len, device=device)
-        half = config.head_dim // 2
-        self.rope = tuple(table[0, :, 0, :half].contiguous() for table in self.model.rope(positions[None]))  # (S, D/2)
         self.config = default_matvec_config(device)
 
     def scores(self, rows: Tensor) -> Tensor:
@@ -80,6 +77,6 @@ class SingleToken:
         pages = self.runner.cache.keys[layer], self.runner.cache.values[layer]
         shape = (config.num_heads, config.num_kv_heads, config.head_dim)
         weights = QkvWeights(norm.weight, joined.weight, joined.bias, norm.eps, *shape)
-        norm_qkv(weights, self.rope, *pages, to, self.config)
+        norm_qkv(weights, self.runner.rope, *pages, to, self.config)
         options = DecodeOptions(max_length=self.runner.max_len)
         return flash_attention_decode(to.queries, *pages, to.length, to.table, options)[0]

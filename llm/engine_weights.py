@@ -13,40 +13,44 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from configs.errors import UserError
-from llm.args import KernelsConfig
-from llm.transformer import MultiHeadAttention, RmsNorm, Transformer
-from llm.transformer_kernels import apply_kernels
-from llm.transformer_layers import Linear, SwiGlu, project_each
+from llm.transformer import MultiHeadAttention, RmsNorm, Transformer, TransformerBlock, normalise
+from llm.transformer_kernels import fused_activate, fused_normalise
+from llm.transformer_layers import Linear, SwiGlu, project_each, silu_times
 from parallel.tensor_parallel import ColumnGroup
-
-FUSED = KernelsConfig(norm=True, rope=True, swiglu=True)
 
 
 @dataclass(frozen=True)
 class JoinedProjection:
-    """The seam `project`: one product for all layers that read x (..., in); outputs are its columns."""
+    """The seam `project`: one product for all layers that read x (..., in); outputs are its columns.
+
+    Where gradients are asked for, the layers are called one by one: the parameters are theirs.
+    """
 
     weight: Tensor  # (sum of outs, in)
     bias: Tensor | None
     sizes: list[int]
 
     def __call__(self, x: Tensor, layers: Sequence[Linear]) -> Sequence[Tensor]:
+        if torch.is_grad_enabled():
+            return project_each(x, layers)
         return F.linear(x, self.weight, self.bias).split(self.sizes, dim=-1)
 
 
 @torch.no_grad()
 def fuse_model(model: Transformer) -> None:
     """Join projections and put in the norms and kernels of the device; nothing changes where that is done already."""
+    on_gpu = model.output.weight.device.type == "cuda"
     for module in model.modules():
         if isinstance(module, MultiHeadAttention):
             join(module, (module.q_proj, module.k_proj, module.v_proj))
         if isinstance(module, SwiGlu):
             join(module, (module.gate_proj, module.up_proj))
-        if isinstance(module, RmsNorm) and module.weight.device.type != "cuda":
-            module.normalise = torch_normalise
-    device = model.output.weight.device
-    if device.type == "cuda":
-        apply_kernels(model, FUSED, device)
+            if on_gpu and module.activate is silu_times:
+                module.activate = light_activate
+        if isinstance(module, RmsNorm) and module.normalise is normalise:
+            module.normalise = light_normalise if on_gpu else torch_normalise
+        if isinstance(module, TransformerBlock) and on_gpu:
+            module.defers_sum = True  # the next norm adds as it reads
 
 
 def join(module: nn.Module, layers: Sequence[Linear]) -> None:
@@ -64,6 +68,24 @@ def join(module: nn.Module, layers: Sequence[Linear]) -> None:
             layer.bias.data = bias.split(sizes)[index]
     joined = JoinedProjection(weight, bias, sizes)
     module.project = joined if group is None else replace(group, inner=joined)
+
+
+def light_normalise(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The seam `normalise` by our kernel, without the checks and the node of autograd that cost the host 50 us."""
+    if torch.is_grad_enabled():
+        return fused_normalise(x, weight, eps, residual)
+    from kernel.rms_norm_kernels import run_forward
+
+    return run_forward(x, residual, weight, eps, x.dtype)[:2]
+
+
+def light_activate(gate: Tensor, up: Tensor) -> Tensor:
+    """The seam `activate`, likewise."""
+    if torch.is_grad_enabled():
+        return fused_activate(gate, up)
+    from kernel.swiglu import run_forward
+
+    return run_forward(gate, up)
 
 
 def torch_normalise(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -166,7 +166,7 @@ class MultiHeadAttentionWithRoPE(MultiHeadAttention):
         self.rotate: Callable = rotate_both
 
     def positioned(self, q: Tensor, k: Tensor, ctx: BlockContext) -> tuple[Tensor, Tensor]:
-        return self.rotate(q, k, ctx.rope)
+        return (q, k) if ctx.attend_turns else self.rotate(q, k, ctx.rope)
 
 
 def rotate_both(q: Tensor, k: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
@@ -233,7 +233,8 @@ class Transformer(nn.Module):
     def hidden_states(self, x: Tensor, ctx: BlockContext | None = None) -> Tensor:
         """Ids (B, T), or hidden states on a later stage, -> the states (B, T, C) that `output` reads."""
         ctx = ctx if ctx is not None else make_context(x)
-        ctx.rope = self.rope(ctx.token_positions)
+        if not ctx.attend_turns:
+            ctx.rope = self.rope(ctx.token_positions)
         prepare_mask(self.config.attention, ctx)
         if self.embedding is not None:
             x = self.embedding(x)  # (B, T, C)

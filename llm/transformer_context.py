@@ -27,7 +27,8 @@ class BlockContext:
     share: under context parallelism what attention needs to reach the other ranks' tokens (llm/parallelize_context);
         the masks are then in it.
     token_ids: (B, T) int64, for pipeline stages, which get states in their place.
-    attend: attention over the engine's pages in place of the model's own backend, or None.
+    attend: attention over the engine's pages in place of the model's own backend, or None; attend_turns: it gets
+        queries and keys without their positions and works these in itself.
     """
 
     token_positions: Tensor
@@ -43,6 +44,7 @@ class BlockContext:
     share: Any = None
     token_ids: Tensor | None = None
     attend: Callable | None = None
+    attend_turns: bool = False
 
 
 def document_starts(doc_ids: Tensor) -> Tensor:

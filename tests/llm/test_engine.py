@@ -6,9 +6,9 @@ import torch
 from configs.errors import UserError
 from llm.args import ModelConfig, MoeConfig
 from llm.engine import Engine, EngineConfig, RequestParams
-from llm.sampling import SamplingConfig, min_p_filter, top_k_filter, top_p_filter
+from llm.sampling import Sampler, SamplingConfig, min_p_filter, top_k_filter, top_p_filter
 from llm.transformer import Transformer
-from tests.tolerances import ENGINE_LOG_PROBS
+from tests.tolerances import ENGINE_LOG_PROBS, FP32_GRADIENT
 
 SMALL = dict(vocab_size=96, max_seq_len=64, d_model=32, num_layers=2, num_heads=4, d_ff=48)
 VARIANTS = {
@@ -140,3 +140,137 @@ def test_bad_requests_are_refused():
         with pytest.raises(UserError, match=words):
             engine.submit(prompt, RequestParams(GREEDY, max_new_tokens=40))
     assert not engine.has_work
+
+
+def test_an_engines_model_can_still_be_trained():
+    model, plain = random_model("qwen2"), random_model("qwen2")
+    make_engine(model).generate(PROMPTS, RequestParams(GREEDY, max_new_tokens=2))
+    assert torch.equal(model.blocks["0"].attention.k_proj.weight, plain.blocks["0"].attention.k_proj.weight)
+    for one in (model, plain):
+        one(torch.tensor([PROMPTS[2]])).logsumexp(-1).sum().backward()
+    for (name, ours), (_, theirs) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=FP32_GRADIENT * theirs.grad.abs().max().item(), rtol=0,
+                                   msg=lambda text, name=name: f"{name}: {text}")  # fmt: skip
+
+
+def test_new_weights_come_in_place_and_what_the_cache_held_of_the_old_is_gone():
+    model, other = random_model(), random_model(seed=1)
+    engine = make_engine(model)
+    for prompt in PROMPTS:
+        engine.submit(prompt, RequestParams(GREEDY, max_new_tokens=12))
+    events = [event for _ in range(6) for event in engine.step()]
+    before = model.blocks["0"].attention.q_proj.weight.data_ptr()
+    engine.load_weights(other.state_dict(), version=7)
+    assert model.blocks["0"].attention.q_proj.weight.data_ptr() == before and engine.weight_version == 7
+    while engine.has_work:
+        events += engine.step()
+    for request_id, prompt in enumerate(PROMPTS):
+        own = [event for event in events if event.request_id == request_id]
+        tokens = [event.token_id for event in own]
+        assert len(tokens) == 12 and {event.weight_version for event in own} <= {0, 7}
+        for version, weights in ((0, random_model()), (7, other)):
+            exact = full_log_probs(weights, prompt, tokens)
+            for event, log_prob in zip(own, exact, strict=True):
+                if event.weight_version == version:
+                    assert abs(event.log_prob - log_prob) < ENGINE_LOG_PROBS, (request_id, version)
+    assert {event.weight_version for event in events} == {0, 7}
+    again = engine.generate(PROMPTS[2:3], RequestParams(GREEDY, max_new_tokens=12))[0]
+    assert again.token_ids == greedy_without_cache(other, PROMPTS[2], 12), "no page of the old weights may be found"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda state: state.pop("norm.weight"), "'norm.weight' is missing"),
+        (lambda state: state.update(extra=torch.zeros(1)), "no parameter 'extra'"),
+        (lambda state: state.update({"norm.weight": torch.zeros(3)}), r"norm.weight has shape \(3,\)"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_before_anything_changes(change, words):
+    model = random_model()
+    engine, state = make_engine(model), {name: tensor + 1 for name, tensor in model.state_dict().items()}
+    change(state)
+    with pytest.raises(UserError, match=words):
+        engine.load_weights(state, version=1)
+    assert torch.equal(model.output.weight, random_model().output.weight) and engine.weight_version == 0
+
+
+class Letters:
+    """A tokenizer whose token i is one letter."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([32 + token_id])
+
+
+def text_of(token_ids: list[int]) -> str:
+    return "".join(chr(32 + token_id) for token_id in token_ids)
+
+
+def test_stop_strings_end_the_text_before_them_and_are_never_shown():
+    model = random_model()
+    (row,) = make_engine(model).generate(PROMPTS[:1], RequestParams(GREEDY, max_new_tokens=20))
+    text = text_of(row.token_ids)
+    stop = text[7:10]
+    assert text.index(stop) == 7, "the string must not come earlier, or the case says something else"
+    engine = Engine(model, CONFIG, Letters())
+    params = RequestParams(GREEDY, max_new_tokens=20, stop=("zzzzz", stop))
+    request_id = engine.submit(PROMPTS[0], params)
+    events = []
+    while engine.has_work:
+        events += engine.step()
+    assert "".join(event.text for event in events) == text[:7] and len(events) == 10
+    assert [event.finish_reason for event in events] == [None] * 9 + ["stop"] and events[0].request_id == request_id
+    whole = engine.generate(PROMPTS[:1], RequestParams(GREEDY, max_new_tokens=9, stop=(stop,)))[0]
+    assert whole.text == text[:9] and whole.finish_reason == "length", "what was held back comes at the end"
+    stopped = engine.generate(PROMPTS[:1], RequestParams(GREEDY, max_new_tokens=20, stop_ids=(row.token_ids[4],)))[0]
+    assert stopped.token_ids == row.token_ids[: row.token_ids.index(row.token_ids[4]) + 1]
+    assert stopped.text == text_of(stopped.token_ids[:-1]) and stopped.finish_reason == "stop"
+    with pytest.raises(UserError, match="need a tokenizer"):
+        make_engine(model).submit([1], params)
+
+
+def test_a_cancelled_request_leaves_at_once_and_the_others_go_on():
+    model = random_model()
+    engine = make_engine(model)
+    ids = [engine.submit(prompt, RequestParams(GREEDY, max_new_tokens=20)) for prompt in PROMPTS]
+    events = [event for _ in range(4) for event in engine.step()]
+    engine.cancel(ids[1])
+    engine.cancel(ids[7])
+    engine.cancel(12345)
+    rest = []
+    while engine.has_work:
+        rest += engine.step()
+    assert not {event.request_id for event in rest} & {ids[1], ids[7]}
+    for request_id, prompt in zip(ids, PROMPTS, strict=True):
+        if request_id not in (ids[1], ids[7]):
+            tokens = [event.token_id for event in events + rest if event.request_id == request_id]
+            assert tokens == greedy_without_cache(model, prompt, 20)
+    stats = engine.stats()
+    assert stats.pages_used == stats.running == stats.waiting == 0
+    assert len(engine.scheduler.free_slots) == CONFIG.max_running
+
+
+def test_alternatives_penalties_and_bans_match_the_plain_sampler():
+    model = random_model()
+    settings = SamplingConfig(temperature=0.9, top_k=8, repetition_penalty=1.4, no_repeat_ngram=2, seed=9)
+    params = [RequestParams(settings, max_new_tokens=25, index=i, top_log_probs=i) for i in range(4)]
+    engine = make_engine(model, num_ids=90)
+    ids = [engine.submit(prompt, own) for prompt, own in zip(PROMPTS[:4], params, strict=True)]
+    events: dict[int, list] = {request_id: [] for request_id in ids}
+    while engine.has_work:
+        for event in engine.step():
+            events[event.request_id].append(event)
+    for index, (prompt, request_id) in enumerate(zip(PROMPTS[:4], ids, strict=True)):
+        sampler = Sampler(settings, [prompt], first_index=index)
+        row = list(prompt)
+        for event in events[request_id]:
+            with torch.no_grad():
+                logits = model(torch.tensor([row]))[:, -1, :90]
+            expected = (sampler.penalised(logits) / 0.9).log_softmax(-1)[0]
+            assert event.token_id == sampler.sample(logits).item()
+            best = expected.topk(index) if index else None
+            assert [token_id for token_id, _ in event.alternatives] == (best.indices.tolist() if index else [])
+            found = [event.log_prob, *(log_prob for _, log_prob in event.alternatives)]
+            exact = [expected[event.token_id].item(), *(best.values.tolist() if index else [])]
+            torch.testing.assert_close(found, exact, atol=ENGINE_LOG_PROBS, rtol=0)
+            row.append(event.token_id)
