@@ -77,6 +77,11 @@ class Tokenizer:
     def eot_id(self) -> int:
         return self.special_tokens[self.eot]
 
+    @property
+    def start_id(self) -> int:
+        """What stands before a document: its file's own beginning (LLaMA 3), else the end of the document before."""
+        return self.eot_id if self.model.start_token is None else self.special_tokens[self.model.start_token]
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token; a special token's are its name's."""
         self._check_ids(token_id, token_id)

@@ -27,6 +27,7 @@ class BpeModel:
     normalizer: str | None = None  # "NFC" or None
     ignore_merges: bool = False  # a piece that is a token is that token, whatever the merges say
     byte_ids: list[int] = field(default_factory=list)  # the id of each byte; -1: the vocabulary lacks it
+    start_token: str | None = None  # what the file's post-processor puts before a text, such as <|begin_of_text|>
     missing_bytes: bytes = b""  # these: SmolLM's has no token for 21 bytes that its training text did not hold
 
 
@@ -135,6 +136,7 @@ def parse_tokenizer_json(content: bytes, where: str) -> BpeModel:
         _parse_normalizer(value.get("normalizer"), where),
         bool(model.get("ignore_merges")),
         [vocab.get(char, -1) for char in BYTE_CHARS],
+        _parse_start(value.get("post_processor"), added),
         bytes([byte for byte in range(256) if BYTE_CHARS[byte] not in vocab]),
     )
 
@@ -197,3 +199,12 @@ def _parse_normalizer(normalizer: dict | None, where: str) -> str | None:
     kind = normalizer.get("type") if normalizer else None
     _require(kind in (None, "NFC"), where, f"normalizer {kind!r}", "only NFC is read")
     return kind
+
+
+def _parse_start(processor: dict | None, special: dict[str, int]) -> str | None:
+    """The special token that a TemplateProcessing, alone or in a sequence, puts before a text."""
+    for step in (processor or {}).get("processors") or [processor or {}]:
+        if step.get("type") == "TemplateProcessing" and step.get("single"):
+            name = step["single"][0].get("SpecialToken", {}).get("id")
+            return name if name in special else None
+    return None

@@ -47,7 +47,7 @@ class TaskModel:
             raise UserError("a continuation is empty; give each choice of the task a text")
         whole, before = self.tokenizer.encode(kept + continuation), self.tokenizer.encode(kept)
         before = before[: len(whole) - 1]  # merges across the border may leave nothing after as many tokens
-        start = [self.tokenizer.eot_id] if self.config.document_start or not before else []
+        start = [self.tokenizer.start_id] if self.config.document_start or not before else []
         return start + whole[: len(before)], whole[len(before) :]
 
     def log_likelihoods(self, pairs: list[tuple[str, str]]) -> list[tuple[float, bool]]:
@@ -97,7 +97,7 @@ class TaskModel:
         """log p of each whole text after an end-of-text token, in windows that fill the context, each token once."""
         scoring = ScoreConfig(self.config.seq_len, self.config.seq_len, self.config.batch_size)
         scorer = TextScorer(self.model, self.tokenizer, scoring, self.device)
-        rows = [np.array([self.tokenizer.eot_id, *self.tokenizer.encode(text)]) for text in texts]
+        rows = [np.array([self.tokenizer.start_id, *self.tokenizer.encode(text)]) for text in texts]
         return [-float(nats.sum()) for nats in scorer.token_nats(rows)]
 
     def write(self, contexts: list[str], params: list[RequestParams]) -> list[str]:
@@ -106,7 +106,7 @@ class TaskModel:
         Contexts lose their beginning where max_new_tokens would not fit; UserError when none of it would be left.
         """
         eot_id = self.tokenizer.eot_id
-        start = [eot_id] if self.config.document_start else []
+        start = [self.tokenizer.start_id] if self.config.document_start else []
         prompts = []
         for context, own in zip(contexts, params, strict=True):
             room = self.config.seq_len - own.max_new_tokens

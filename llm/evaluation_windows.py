@@ -97,7 +97,7 @@ class TextScorer:
         yield from self.score_group(group)
 
     def score_group(self, group: list[tuple[Text, np.ndarray]]) -> Iterator[ScoredText]:
-        rows = [np.concatenate(([self.tokenizer.eot_id], ids)).astype(np.int64) for _, ids in group]
+        rows = [np.concatenate(([self.tokenizer.start_id], ids)).astype(np.int64) for _, ids in group]
         all_nats = self.token_nats(rows)
         for (text, ids), nats in zip(group, all_nats, strict=True):
             yield ScoredText(text, ids, nats, *self.by_block(ids, nats, text.num_bytes))

@@ -99,7 +99,7 @@ def run_generation(config: GenerateConfig) -> list[str]:
 
 
 def encode_prompt(text: str, tokenizer: Tokenizer, document_start: bool) -> list[int]:
-    start = [tokenizer.eot_id] if document_start else []
+    start = [tokenizer.start_id] if document_start else []
     return start + tokenizer.encode(text)
 
 

@@ -334,6 +334,18 @@ def test_bytes_that_a_vocabulary_lacks_are_left_out_and_counted(ignore_merges):
         Tokenizer(content, errors="strict").encode("the\x04 \x04")
 
 
+def test_a_text_begins_as_the_files_post_processor_says(tokenizer):
+    assert tokenizer.start_id == tokenizer.eot_id
+    foreign = tokenizers.Tokenizer.from_str(tokenizer.content.decode())
+    foreign.add_special_tokens(["<s>"])
+    begin = foreign.token_to_id("<s>")
+    template = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", begin)])
+    foreign.post_processor = tokenizers.processors.Sequence([tokenizers.processors.ByteLevel(), template])
+    ours = Tokenizer(foreign.to_str().encode())
+    assert [ours.start_id, *ours.encode("a b")] == foreign.encode("a b").ids
+    assert ours.eot_id == tokenizer.eot_id
+
+
 def test_nfc_normalizer_is_applied():
     foreign = make_foreign(pre_tokenizers.ByteLevel(add_prefix_space=False))
     foreign.normalizer = tokenizers.normalizers.NFC()
