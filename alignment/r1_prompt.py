@@ -18,7 +18,6 @@ from alignment.r1_prompt_chat import ChatTemplate, chat_end_id, encode_chat, loa
 from configs.errors import UserError, check_choice
 from llm.bpe_tokenizer import Tokenizer
 
-BEGIN_NAMES = ("<|begin_of_text|>", "<|startoftext|>", "<bos>", "<s>")
 R1_ZERO = (
     "A conversation between User and Assistant. The User asks a question, and the Assistant solves it. The Assistant "
     "first thinks about the reasoning process in the mind and then provides the User with the answer. The reasoning "
@@ -96,8 +95,8 @@ class Example:
 def prompt_format(config: PromptConfig, tokenizer: Tokenizer, chat: ChatTemplate | None = None) -> PromptFormat:
     """The format for a tokenizer; UserError for a bos that is no token, and for chat without a chat template.
 
-    bos: "auto", "none" or a special token's name. "auto" is a begin-of-text token when the vocabulary has one, else
-    the end-of-text token when that is the only special token (our own models' documents begin behind one), else none.
+    bos: "auto", "none" or a special token's name. "auto" is what the tokenizer's file puts before a text, else the
+    end-of-text token when that is the only special token (our own models' documents begin behind one), else none.
     With `chat` the template of the checkpoint decides, and bos must stay "auto".
     """
     template, bos = config.template, config.bos
@@ -123,9 +122,8 @@ def begin_id(tokenizer: Tokenizer, bos: str) -> int | None:
     if bos != "auto":
         check_choice("bos", bos, ("auto", "none", *sorted(special)))
         return special[bos]
-    named = [special[name] for name in BEGIN_NAMES if name in special]
-    if named:
-        return named[0]
+    if tokenizer.model.start_token is not None:
+        return special[tokenizer.model.start_token]
     return tokenizer.eot_id if len(special) == 1 else None
 
 

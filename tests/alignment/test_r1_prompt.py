@@ -1,5 +1,6 @@
 """Prompts and masks, exact to the token: one begin token, one trained end token, special names in questions as text."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -29,15 +30,19 @@ CHATML = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 SMOLLM2 = Path("/tmp/hf/smollm2/checkpoints/step_00000000")
 
 
-def bytes_tokenizer(*special_tokens: str) -> Tokenizer:
-    """All 256 bytes, a few merges and the special tokens."""
+def bytes_tokenizer(*special_tokens: str, start: str | None = None) -> Tokenizer:
+    """All 256 bytes, a few merges and the special tokens; `start` is what the file puts before a text."""
     token_bytes = [bytes([byte]) for byte in BYTE_ORDER]
     pairs = [(b"H", b"o"), (b" ", b"a"), (b"t", b"h"), (b":", b" "), (b" ", b"5"), (b"\n", b"U")]
     merges = []
     for left, right in pairs:
         merges.append((token_bytes.index(left), token_bytes.index(right)))
         token_bytes.append(left + right)
-    return Tokenizer(tokenizer_json(token_bytes, merges, "gpt2", list(special_tokens)))
+    value = json.loads(tokenizer_json(token_bytes, merges, "gpt2", list(special_tokens)))
+    if start is not None:
+        single = [{"SpecialToken": {"id": start, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+        value["post_processor"] = {"type": "TemplateProcessing", "single": single, "pair": [], "special_tokens": {}}
+    return Tokenizer(json.dumps(value).encode())
 
 
 def chatml(messages, add_generation_prompt):
@@ -94,7 +99,8 @@ def test_r1_zero_prompt_is_the_published_text():
     ],
 )
 def test_begin_token(special_tokens, bos, expected):
-    tokenizer = bytes_tokenizer(*special_tokens)
+    starts = {"<|begin_of_text|>", "<s>"} & set(special_tokens)
+    tokenizer = bytes_tokenizer(*special_tokens, start=next(iter(starts), None))
     fmt = prompt_format(PromptConfig("r1_short", bos), tokenizer)
     assert fmt.bos_id == (None if expected is None else tokenizer.special_tokens[expected])
     ids = encode_prompt("Q", fmt, tokenizer)
