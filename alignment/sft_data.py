@@ -2,12 +2,11 @@
 
 from dataclasses import dataclass, replace
 from math import ceil
-from pathlib import Path
 
 from alignment.dataset import check_disjoint, load_problems
 from alignment.packing_loader import PackedLoader, PackedValidation, PackingConfig
 from alignment.problem import Problem
-from alignment.r1_prompt import Example, PromptFormat, completion_text, encode_examples, prompt_format
+from alignment.r1_prompt import Example, PromptFormat, completion_text, encode_examples, load_prompt_format
 from alignment.sft_config import SftConfig
 from configs.errors import UserError
 from configs.loader import load_config
@@ -48,7 +47,7 @@ def with_checkpoint(config: SftConfig) -> SftConfig:
 def load_sft_data(config: SftConfig) -> SftData:
     """Read and encode everything that a resolved config names; UserError for what cannot be trained on."""
     tokenizer = Tokenizer.load(config.data.tokenizer)
-    fmt = prompt_format(config.prompt, tokenizer)
+    fmt = load_prompt_format(config.prompt, tokenizer, config.data.tokenizer)
     problems = [problem for data in config.train_data for problem in load_problems(data)]
     held_out = load_problems(config.held_out_data)
     check_disjoint(problems, held_out)
@@ -91,7 +90,3 @@ def open_sft_data(
             f"{100 * loader.density():.1f}% of them filled (packing={packing.packing}){left_out}"
         )
     return loader, PackedValidation(data.held_out, packing, data.bytes_per_token)
-
-
-def tokenizer_directory(config: SftConfig) -> Path:
-    return Path(config.data.tokenizer)

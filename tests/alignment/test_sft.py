@@ -235,6 +235,7 @@ def test_problems_without_solutions_are_refused(base, tmp_path):
         ("data.document_masking=false", "see each other"),
         ("data.seq_len=512", "max_seq_len=128"),
         ("packing=tight", "best_fit"),
+        ("prompt.template=chat", "needs a chat template"),
         ("lora.rank=100", "lower it"),
         ("generation.max_new_tokens=0", "positive"),
     ],
