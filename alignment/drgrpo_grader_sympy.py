@@ -33,12 +33,8 @@ def serve() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     replies = sys.stdout
     sys.stdout = sys.stderr  # what a library prints is not a reply
-    try:
-        same_latex("1", "1")  # import everything before the clock of a request runs
-        print(json.dumps("ready"), file=replies, flush=True)
-    except ImportError as error:
-        print(json.dumps(f"missing {error.name}"), file=replies, flush=True)
-        return
+    same_latex("1", "1")  # import everything before the clock of a request runs
+    print(json.dumps("ready"), file=replies, flush=True)
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_REAL, ALARM_S)  # unhandled, the signal ends the process
         try:

@@ -5,6 +5,7 @@ process that holds a GPU, and can be killed from any thread: no signal is used h
 never as code.
 """
 
+import contextlib
 import json
 import queue
 import selectors
@@ -13,27 +14,33 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 
 from configs.errors import check_positive, missing_extra
 
 START_TIMEOUT_S = 60.0  # importing sympy and Math-Verify takes about a second, many on a busy machine
+READY = b'"ready"'
 BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from alignment.drgrpo_grader_sympy import serve; serve()"
 )
 
 
 class Worker:
-    """One process, started when first asked and again after it was killed. One thread uses it at a time."""
+    """One process, started when first asked and again after it was killed. One thread uses it at a time.
+
+    One that does not come up is not tried again: its questions stay without a verdict instead of waiting a minute each.
+    """
 
     def __init__(self, timeout_s: float):
         self.timeout_s = timeout_s
         self.process: subprocess.Popen | None = None
         self.pending = b""
+        self.is_broken = False
 
     def ask(self, given: str, truth: str) -> bool | str:
-        """True, False, "timeout", or the name of the error in the worker."""
-        if self.process is None:
-            self.start()
+        """True, False, or why there is no verdict: "timeout", "no worker", "worker died", an error's name."""
+        if self.is_broken or (self.process is None and not self.start()):
+            return "no worker"
         try:
             self.process.stdin.write(json.dumps([given, truth]).encode() + b"\n")
             self.process.stdin.flush()
@@ -47,17 +54,15 @@ class Worker:
             return "worker died" if died else "timeout"
         return json.loads(reply)
 
-    def start(self) -> None:
-        """Start the process and wait until it has imported what it needs; UserError when that is not installed."""
+    def start(self) -> bool:
+        """Start the process and wait until it has imported what it needs; False when it does not come up."""
         command = [sys.executable, "-c", BOOT, json.dumps(sys.path)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         self.process, self.pending = subprocess.Popen(command, **pipes), b""
-        reply = self.read_line(START_TIMEOUT_S)
-        if reply is None or json.loads(reply) != "ready":
+        if self.read_line(START_TIMEOUT_S) != READY:
             self.kill()
-            if reply is None:
-                raise RuntimeError(f"a grading process did not start within {START_TIMEOUT_S:.0f} s: {command[0]}")
-            raise missing_extra("math-verify", "align")
+            self.is_broken = True
+        return not self.is_broken
 
     def read_line(self, timeout_s: float) -> bytes | None:
         """The next line of the process, or None after the timeout or at its end."""
@@ -79,16 +84,22 @@ class Worker:
         if self.process is not None:
             self.process.kill()
             self.process.wait()
-            self.process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):  # a request that it did not take is still in the buffer
+                self.process.stdin.close()
             self.process.stdout.close()
             self.process = None
 
 
 class WorkerPool:
-    """`num_workers` workers; `ask_all` spreads questions over them. Safe to use from several threads."""
+    """`num_workers` workers; `ask_all` spreads questions over them. Safe to use from several threads.
+
+    Raises UserError at once when Math-Verify is not installed, not when the first integral comes by.
+    """
 
     def __init__(self, num_workers: int, timeout_s: float):
         check_positive(num_workers=num_workers, timeout_s=timeout_s)
+        if find_spec("math_verify") is None:
+            raise missing_extra("math-verify", "align")
         self.workers = [Worker(timeout_s) for _ in range(num_workers)]
         self.idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         for worker in self.workers:

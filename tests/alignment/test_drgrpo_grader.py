@@ -307,6 +307,29 @@ def test_a_worker_that_hangs_is_killed_and_replaced_off_the_main_thread(tmp_path
     assert second.correct
 
 
+def test_a_worker_that_died_is_replaced_and_one_that_cannot_start_is_given_up(monkeypatch):
+    pytest.importorskip("math_verify")
+    with Grader("pair", num_workers=1, timeout_s=60.0) as grader:
+        question = ("\\int_0^1 x dx", "1/2")
+        assert grader.verdict(*question).correct
+        worker = grader.pool.workers[0]
+        worker.process.kill()
+        worker.process.wait()
+        assert grader.verdict(*question).reason == "worker died"
+        assert grader.verdict(*question).correct
+        worker.kill()
+        monkeypatch.setattr("alignment.drgrpo_grader_worker.BOOT", "raise SystemExit(1)")
+        assert grader.verdict(*question).reason == "no worker" and worker.is_broken
+        monkeypatch.undo()
+        assert grader.verdict(*question).reason == "no worker"
+
+
+def test_workers_without_their_package_are_refused_at_once(monkeypatch):
+    monkeypatch.setattr("alignment.drgrpo_grader_worker.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install -e '.\[align\]'"):
+        Grader("pair", num_workers=1)
+
+
 def test_model_text_is_never_executed(tmp_path):
     pytest.importorskip("math_verify")
     mark = tmp_path / "executed"
