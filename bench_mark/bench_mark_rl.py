@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from alignment.train_rl_summary import difference_interval, mean_interval, pooled_interval
-from bench_mark.bench_mark_rl_base import pretrain_commands
+from bench_mark.bench_mark_rl_base import Pretraining, pretrain_commands
 from configs.run_dir import read_jsonl, write_json_atomic
 from configs.version import git_commit
 
@@ -41,14 +41,14 @@ class Plan:
     groups: tuple[int, ...] = (4, 16)  # beside 8, with the first seed
     held_out: int = 500
     sft_steps: int = 60
-    batches: int = 40
-    prompts: int = 32
+    batches: int = 100
+    prompts: int = 64
     max_new_tokens: int = 160
     seq_len: int = 512  # of fine-tuning's packed rows
-    sft_lr: float = 1e-4
-    rl_lr: float = 1e-5
-    pretrain_s: float = 60.0
-    sft_s: float = 90.0
+    sft_tokens: int = 32_768  # of a step
+    sft_lr: float = 3e-4
+    rl_lr: float = 3e-5
+    sft_s: float = 60.0
     rl_s: float = 200.0
     notes: list[str] = field(default_factory=list)
 
@@ -80,7 +80,8 @@ def sft_run(plan: Plan, seed: int) -> Run:
     overrides = [
         f"name=sft_{seed}", f"runs_dir={plan.runs}", f"init_from={plan.base}", f"seed={seed}",
         f"max_steps={plan.sft_steps}", f"max_time_s={plan.sft_s}", f"validate_every={plan.sft_steps}",
-        "micro_batch_size=16", "global_batch_tokens=32768", f"data.seq_len={plan.seq_len}", f"optimizer.lr={plan.sft_lr}",
+        f"micro_batch_size={min(16, plan.sft_tokens // plan.seq_len)}", f"global_batch_tokens={plan.sft_tokens}",
+        f"data.seq_len={plan.seq_len}", f"optimizer.lr={plan.sft_lr}",
         "schedule.warmup_steps=5", "prompt.template=r1_short", f"generation.problems={plan.held_out}",
         f"generation.max_new_tokens={plan.max_new_tokens}", f"checkpoint.every_steps={plan.sft_steps}",
         f"train_data=[{data_of(plan, 'train', 12_000, seed)}]",
@@ -201,28 +202,33 @@ def print_table(found: dict[str, Any]) -> None:
         )
 
 
-def parse_plan() -> Plan:
+def parse_plan() -> tuple[Plan, Pretraining]:
+    """Every number of both is an option."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", type=Path, default=Path("/tmp/bench_mark_rl"))
-    parser.add_argument("--base")
-    parser.add_argument("--level", default="word_problems")
-    names = ("held_out", "sft_steps", "batches", "prompts", "max_new_tokens", "seq_len")
-    for name in names:
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Plan, name))
-    for name in ("sft_lr", "rl_lr", "pretrain_s", "sft_s", "rl_s"):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=getattr(Plan, name))
+    parser.add_argument("--base", help="a run of ours; without it one is pretrained")
+    parser.add_argument("--level", default=Plan.level)
     parser.add_argument("--seeds", type=int, nargs="+", default=Plan.seeds)
     parser.add_argument("--groups", type=int, nargs="*", default=Plan.groups)
-    return Plan(**vars(parser.parse_args()))
+    parser.add_argument("--model", default=Pretraining.model, help="of configs/model, to be pretrained")
+    numbers = {Plan: "held_out sft_steps batches prompts max_new_tokens seq_len sft_tokens sft_lr rl_lr sft_s rl_s"}
+    numbers[Pretraining] = "problems tokens seconds"
+    for kind, names in numbers.items():
+        prefix = "pretrain-" if kind is Pretraining else ""
+        for name in names.split():
+            default = getattr(kind, name)
+            parser.add_argument(f"--{prefix}{name.replace('_', '-')}", type=type(default), default=default)
+    found = vars(parser.parse_args())
+    base = Pretraining(found.pop("model"), *(found.pop(f"pretrain_{name}") for name in numbers[Pretraining].split()))
+    return Plan(**found), base
 
 
 def main() -> None:
-    plan, seconds = parse_plan(), {}
+    (plan, pretraining), seconds = parse_plan(), {}
     if plan.base is None:
-        commands = pretrain_commands(plan.work, plan.level, plan.pretrain_s)
-        for name, command in commands:
-            seconds[name] = side_by_side(plan, [Run(name, script(*command))], 30 + 2 * plan.pretrain_s)
+        for name, command in pretrain_commands(plan.work, plan.level, pretraining):
+            seconds[name] = side_by_side(plan, [Run(name, script(*command))], 60 + pretraining.seconds)
         plan.base = f"{plan.runs}/base"
     sft = [sft_run(plan, seed) for seed in plan.seeds]
     seconds["sft"] = side_by_side(plan, sft, 60 + plan.sft_s)

@@ -4,17 +4,27 @@ Its documents are questions with their worked solutions in plain sentences, with
 fine-tuning teaches; training problems only.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from alignment.dataset import DatasetConfig, load_problems
+from alignment.problem import Problem
 from data_processing.document import Document, write_documents
 
-NUM_PROBLEMS = 60_000
+
+@dataclass
+class Pretraining:
+    """Of the base model: its shape (configs/model), documents, tokens a step, and the time it has."""
+
+    model: str = "mew-12m"
+    problems: int = 60_000
+    tokens: int = 65_536
+    seconds: float = 60.0
 
 
-def write_corpus(directory: Path, level: str) -> None:
+def write_corpus(directory: Path, level: str, count: int) -> None:
     """One document a problem."""
-    problems = load_problems(DatasetConfig(level=level, split="train", size=NUM_PROBLEMS, seed=7))
+    problems = load_problems(DatasetConfig(level=level, split="train", size=count, seed=7))
     documents = [
         Document(
             id=problem.id, source=level, text=f"{problem.question}\n{problem.solution} The answer is {problem.answer}."
@@ -24,14 +34,19 @@ def write_corpus(directory: Path, level: str) -> None:
     write_documents(directory / "documents_00000.jsonl", documents)
 
 
-def pretrain_commands(work: Path, level: str, seconds: float) -> list[tuple[str, list[str]]]:
+def text_of(problem: Problem) -> str:
+    return f"{problem.question}\n{problem.solution} The answer is {problem.answer}."
+
+
+def pretrain_commands(work: Path, level: str, pretraining: Pretraining) -> list[tuple[str, list[str]]]:
     """Write the corpus; return (name, module and overrides) of what makes runs/base of it, in order."""
     corpus, tokenizer, tokens = (str(work / name) for name in ("corpus", "tokenizer", "tokens"))
-    write_corpus(Path(corpus), level)
+    write_corpus(Path(corpus), level, pretraining.problems)
     training = [
         "name=base", f"runs_dir={work / 'runs'}", f"data.tokens={tokens}", f"data.tokenizer={tokenizer}",
-        "model=mew-12m", "data.seq_len=512", "data.document_masking=true", "micro_batch_size=64",
-        "global_batch_tokens=65536", "max_steps=600", f"max_time_s={seconds}", "optimizer.lr=2e-3",
+        f"model={pretraining.model}", "data.seq_len=256", "data.document_masking=true",
+        f"micro_batch_size={min(128, pretraining.tokens // 256)}", f"global_batch_tokens={pretraining.tokens}",
+        "max_steps=600", f"max_time_s={pretraining.seconds}", "optimizer.lr=2e-3",
         "schedule.warmup_steps=50", "validate_every=600", "checkpoint.every_steps=600", "sample_tokens=0",
     ]  # fmt: skip
     return [
