@@ -29,6 +29,7 @@ def summarise(problems: list[list[Answer]], ks: list[int], seed: int) -> list[Fi
     figures = [share("accuracy", problems, lambda one: one.is_paid, seed)]
     figures.append(share("right answer, any form", problems, lambda one: one.correct, seed))
     figures.append(share("right form", problems, lambda one: one.format_ok, seed))
+    ks = ks if num_samples > 1 else []  # of one sample pass@1 is the accuracy
     for k in ks:
         values = [pass_at_k(num_samples, sum(one.is_paid for one in answers), k) for answers in problems]
         figures.append(mean_figure(f"pass@{k}", values, seed))
