@@ -16,7 +16,7 @@ from llm.evaluation_load import Loaded, load_for_evaluation
 from llm.evaluation_text import Text, validation_texts
 from llm.figures_training import Run, Twin
 from llm.kv_cache import KVCache
-from llm.scaling_laws_points import expand_runs, read_config
+from llm.scaling_laws_points import find_runs, read_config
 from llm.token_files import TokenMeta, find_sources, read_meta
 from parallel.mesh import choose_device
 
@@ -67,7 +67,7 @@ class Material:
     @cached_property
     def runs(self) -> list[Run]:
         """The run and its twins."""
-        return [self.run, *(read_run(path) for path in expand_runs(self.config.twins) if path != self.path)]
+        return [self.run, *(read_run(path) for path in find_runs(self.config.twins) if path != self.path)]
 
     @cached_property
     def model_config(self) -> ModelConfig:

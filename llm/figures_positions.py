@@ -76,8 +76,7 @@ def draw_gain(axes: Axes, by_context: list[ContextLoss]) -> None:
     axes.plot(lengths, [entry.loss for entry in by_context], "o-", color=COLOURS[2], markersize=3)
     for entry in by_context[1:]:
         note = f"{-entry.gain:+.3f}\n\u00b1{entry.spread:.3f}"
-        axes.annotate(note, (entry.context, entry.loss), xytext=(0, 6), textcoords="offset points", fontsize=6.5,
-                      ha="center")  # fmt: skip
+        axes.annotate(note, (entry.context, entry.loss), xytext=(2, 7), textcoords="offset points", fontsize=6.5)
     dress(axes, "The same tokens, given only their last ... tokens", "context (tokens)", "nats a token")
     axes.set_xscale("log", base=2)
     axes.margins(y=0.15)

@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Normalize
+from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from configs.report_samples import printable
 from llm.bpe_tokenizer import Tokenizer
 from llm.engine import Engine
 from llm.engine_request import RequestParams
@@ -26,7 +26,9 @@ COLUMNS, LINES = 92, 26  # characters and lines of the shaded sample
 FONT_SIZE = 9.0
 CHARACTER = 0.602 * FONT_SIZE / 72  # width of DejaVu Sans Mono's characters in inches
 LINE = 1.55 * FONT_SIZE / 72
-CONFIDENCE = colormaps["YlGnBu"].reversed()
+LEAST = 1e-4  # probabilities are shaded by their logarithm, from here to 1
+CONFIDENCE = LinearSegmentedColormap.from_list("confidence", ("#c8501e", "#f3a36b", "#fbe3cf", "#ffffff"))
+SHADES = LogNorm(LEAST, 1.0, clip=True)
 
 
 def xz_bits_per_byte(texts: Iterable[Text]) -> dict[str, float]:
@@ -82,7 +84,7 @@ def sample_tokens(engine: Engine, tokenizer: Tokenizer, prompt: str, params: Req
 
 
 def draw_sample(prompt: str, tokens: list[ShadedToken], title: str) -> Figure:
-    """The text with each token on its shade, and the five least likely tokens with what was likelier."""
+    """The text with each token on its shade, darker where it was less likely, and what the least likely ones beat."""
     pieces = [(prompt, None), *((token.text, token.probability) for token in tokens)]
     width = COLUMNS * CHARACTER + 0.4
     used = 1 + max(line for line, _, _, _ in layout(pieces))
@@ -95,10 +97,10 @@ def draw_sample(prompt: str, tokens: list[ShadedToken], title: str) -> Figure:
         axes.set_title(title, loc="left")
         for line, column, text, probability in layout(pieces):
             draw_piece(axes, (line, column), text, probability)
-        bar = figure.add_axes((0.2 / width, 0.85 / height, 2.6 / width, 0.13 / height))
-        scale = ScalarMappable(Normalize(0, 1), CONFIDENCE)
+        bar = figure.add_axes((0.2 / width, 0.85 / height, 2.2 / width, 0.13 / height))
+        scale = ScalarMappable(SHADES, CONFIDENCE)
         figure.colorbar(scale, cax=bar, orientation="horizontal", label="probability of the token")
-        figure.text(3.3 / width, 1.25 / height, surprises(tokens), va="top", fontsize=7.5, family="DejaVu Sans Mono")
+        figure.text(2.75 / width, 1.3 / height, surprises(tokens), va="top", fontsize=6.8, family="DejaVu Sans Mono")
     return figure
 
 
@@ -106,7 +108,7 @@ def layout(pieces: list[tuple[str, float | None]]) -> list[tuple[int, int, str, 
     """Pieces cut at line ends, (line, column, text, probability), as many lines as the picture holds."""
     placed, line, column = [], 0, 0
     for text, probability in pieces:
-        rest = text.expandtabs(4)
+        rest = printable(text.expandtabs(4))
         while rest and line < LINES:
             if rest[0] == "\n":
                 placed.append((line, column, "\u21b5" if column < COLUMNS else "", probability))
@@ -123,14 +125,13 @@ def layout(pieces: list[tuple[str, float | None]]) -> list[tuple[int, int, str, 
 
 def draw_piece(axes: Axes, place: tuple[int, int], text: str, probability: float | None) -> None:
     line, column = place
-    colour = INK
     if probability is not None:
-        shade = CONFIDENCE(probability)
-        axes.add_patch(Rectangle((column, line + 0.04), len(text), 0.92, facecolor=shade, linewidth=0))
-        colour = "white" if sum(shade[:3]) < 1.35 else INK
+        shade = CONFIDENCE(SHADES(probability))
+        axes.add_patch(Rectangle((column, line + 0.04), len(text), 0.92, facecolor=shade, edgecolor="#bbbbbb",
+                                 linewidth=0.3))  # fmt: skip
     weight = "bold" if probability is None else "normal"
     for offset, character in enumerate(text):  # one by one, so that columns hold whatever the renderer's hinting
-        axes.text(column + offset + 0.5, line + 0.72, character.replace("$", r"\$"), fontsize=FONT_SIZE, color=colour,
+        axes.text(column + offset + 0.5, line + 0.72, character.replace("$", r"\$"), fontsize=FONT_SIZE, color=INK,
                   family="DejaVu Sans Mono", weight=weight, ha="center", va="baseline")  # fmt: skip
 
 
@@ -139,6 +140,11 @@ def surprises(tokens: list[ShadedToken], count: int = 5) -> str:
     least = sorted(tokens, key=lambda token: token.probability)[:count]
     lines = ["least likely tokens, and the likeliest in their place"]
     for token in least:
-        others = "  ".join(f"{text!r} {probability:.2f}" for text, probability in token.alternatives[:3])
-        lines.append(f"{token.text!r:>14} {token.probability:.4f}    {others}".replace("$", r"\$"))
+        others = " ".join(f"{short(text):>11} {probability:.2f}" for text, probability in token.alternatives[:3])
+        lines.append(f"{short(token.text):>11} {token.probability:.1e} {others}".replace("$", r"\$"))
     return "\n".join(lines)
+
+
+def short(text: str) -> str:
+    """A token as it is written in code, in eleven characters at most."""
+    return repr(text) if len(repr(text)) <= 11 else repr(text)[:9] + "\u2026'"

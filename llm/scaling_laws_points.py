@@ -16,11 +16,16 @@ from llm.scaling_laws_fit import Point
 
 def expand_runs(patterns: list[str]) -> list[Path]:
     """The run directories that patterns such as "runs/scaling-*" stand for; UserError when there is none."""
-    found = sorted({Path(name) for pattern in patterns for name in glob.glob(str(Path(pattern).expanduser()))})
-    runs = [path for path in found if (path / "metrics.jsonl").exists() and (path / "config.yaml").exists()]
+    runs = find_runs(patterns)
     if not runs:
         raise UserError(f"runs={patterns} holds no run with config.yaml and metrics.jsonl; train some, or quote a glob")
     return runs
+
+
+def find_runs(patterns: list[str]) -> list[Path]:
+    """The same, perhaps none."""
+    found = sorted({Path(name) for pattern in patterns for name in glob.glob(str(Path(pattern).expanduser()))})
+    return [path for path in found if (path / "metrics.jsonl").exists() and (path / "config.yaml").exists()]
 
 
 def read_config(run: Path) -> dict[str, Any]:

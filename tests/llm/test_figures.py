@@ -1,0 +1,126 @@
+"""Every figure is drawn from a real run; the parts of them that compute something, against formulas."""
+
+import json
+import lzma
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from configs.errors import UserError
+from configs.loader import compose_config
+from llm.args import TrainConfig
+from llm.figures import FIGURES, draw_all
+from llm.figures_material import FiguresConfig, Material
+from llm.figures_positions import rope_product
+from llm.figures_text import COLUMNS, LINES, ShadedToken, layout, short, surprises, xz_bits_per_byte
+from llm.figures_training import Run
+from llm.training import train
+from llm.transformer import RoPE
+from tests.tolerances import FP32_FORWARD
+
+SMALL = dict(shapes=["llama-3.2-1b"], new_tokens=12, max_bytes=3000, max_tokens=512, context_targets=20, device="cpu",
+             scaling_min_tokens=1, prompt="The cat", text="The cat ran home and ate.")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_corpus, tmp_path_factory):
+    """A run whose model may read further than it was trained to, and a twin with one kv head."""
+    root = tmp_path_factory.mktemp("runs")
+    for name, heads in (("figures", 2), ("figures-kv1", 1)):
+        overrides = [*tiny_corpus.overrides(root), f"name={name}", "max_steps=8", "validate_every=4", "data.seq_len=16",
+                     f"model.num_kv_heads={heads}"]  # fmt: skip
+        train(compose_config(TrainConfig, "training", overrides))
+    return root
+
+
+def config_of(runs, tmp_path, **changes) -> FiguresConfig:
+    settings = dict(run=str(runs / "figures"), twins=[str(runs / "figures-kv*")], output=str(tmp_path)) | SMALL
+    return FiguresConfig(**settings | {"scaling": [str(runs / "none-*")]} | changes)
+
+
+def test_every_figure_with_data_is_drawn_and_the_others_are_named(runs, tmp_path, capsys):
+    left_out = draw_all(config_of(runs, tmp_path))
+    assert list(left_out) == ["scaling_laws"] and "holds no run" in left_out["scaling_laws"]
+    for name in FIGURES.keys() - left_out.keys():
+        assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG", name
+        assert (tmp_path / f"{name}.pdf").read_bytes()[:4] == b"%PDF", name
+    written = json.loads((tmp_path / "figures.json").read_text())
+    assert written["config"]["runs"] == ["figures", "figures-kv1"] and written["left_out"] == left_out
+    kv = written["figures"]["kv_cache"]
+    assert kv["figures"]["cache_bytes_per_token"] == 2 * kv["figures-kv1"]["cache_bytes_per_token"] == 2 * 2 * 2 * 8 * 4
+    assert written["figures"]["confidence_sample"]["text"].startswith("The cat")
+    contexts = [entry["context"] for entry in written["figures"]["context_utilisation"]["by_context"]]
+    assert contexts == [1, 2, 4, 8, 16] and written["figures"]["context_utilisation"]["beyond"]
+    assert "left out scaling_laws" in capsys.readouterr().out
+
+
+def test_a_figure_asked_for_by_name_that_cannot_be_drawn_is_an_error(runs, tmp_path):
+    with pytest.raises(UserError, match="holds no run"):
+        draw_all(config_of(runs, tmp_path, only=["scaling_laws"]))
+    with pytest.raises(UserError, match="only='portrait' is unknown"):
+        draw_all(config_of(runs, tmp_path, only=["portrait"]))
+    with pytest.raises(UserError, match="is not a run directory"):
+        draw_all(config_of(runs, tmp_path, run=str(tmp_path)))
+    with pytest.raises(UserError, match="name files of configs/model"):
+        draw_all(config_of(runs, tmp_path, only=["kv_cache"], shapes=["no-such"]))
+
+
+def test_twins_that_differ_in_more_than_kv_heads_are_refused(runs, tmp_path):
+    other = tmp_path / "figures-kv9"
+    other.mkdir()
+    shutil.copy(runs / "figures" / "metrics.jsonl", other)
+    config = yaml.safe_load((runs / "figures" / "config.yaml").read_text())
+    config["model"]["d_ff"] += 8
+    (other / "config.yaml").write_text(yaml.safe_dump(config))
+    with pytest.raises(UserError, match="differs from figures in more than"):
+        Material(config_of(runs, tmp_path, twins=[str(other)])).twins()
+
+
+def test_equal_runs_give_equal_files(runs, tmp_path):
+    for name in ("a", "b"):
+        draw_all(config_of(runs, tmp_path / name, only=["training_curves"]))
+    for suffix in ("png", "pdf"):
+        first, second = ((tmp_path / name / f"training_curves.{suffix}").read_bytes() for name in ("a", "b"))
+        assert first == second
+
+
+def test_ropes_product_is_the_mean_cosine():
+    rope, distances = RoPE(16, 1e4), torch.tensor([0, 1, 7, 300])
+    frequencies = 1e4 ** (-np.arange(0, 16, 2) / 16)
+    expected = np.cos(np.outer(distances.numpy(), frequencies)).mean(1)
+    np.testing.assert_allclose(rope_product(rope, 16, distances), expected, atol=FP32_FORWARD)
+
+
+def test_columns_of_a_run_are_by_training_tokens():
+    lines = [{"step": 1, "loss": 3.0}, {"step": 2, "val_loss": 2.5}, {"step": 4, "loss": None}, {"step": 5, "loss": 2}]
+    tokens, values = Run("x", {"global_batch_tokens": 1_000_000}, lines).column("loss")
+    assert tokens.tolist() == [1.0, 5.0] and values.tolist() == [3.0, 2.0]
+    assert Run("x", {"global_batch_tokens": 1}, lines).column("mfu")[0].shape == (0,)
+
+
+def test_the_sample_is_laid_out_by_lines_and_columns():
+    placed = layout([("ab\ncd", None), ("x" * (COLUMNS + 3), 0.5), ("\n\n", 0.1)])
+    assert placed[:3] == [(0, 0, "ab", None), (0, 2, "\u21b5", None), (1, 0, "cd", None)]
+    assert [(line, column, len(text)) for line, column, text, _ in placed[3:5]] == [(1, 2, COLUMNS - 2), (2, 0, 5)]
+    assert [entry[0] for entry in placed[5:]] == [2, 3]
+    assert max(line for line, *_ in layout([("y\n" * 200, 0.5)])) == LINES - 1
+
+
+def test_surprises_are_the_least_likely_tokens_first():
+    tokens = [ShadedToken(t, p, [("the", 0.5)]) for t, p in (("a", 0.9), ("b", 0.001), ("c", 0.2))]
+    lines = surprises(tokens, count=2).split("\n")
+    assert "'b' 1.0e-03" in lines[1] and "'c'" in lines[2] and len(lines) == 3
+    assert short("ab") == "'ab'" and len(short("abcdefghijklmnop")) == 11
+
+
+def test_a_compressor_is_measured_in_bits_per_byte(runs, tmp_path):
+    texts = Material(config_of(runs, tmp_path)).texts
+    ((source, bits),) = xz_bits_per_byte(texts).items()
+    joined = b"\n".join(text.text.encode() for text in texts)
+    assert source == "stories" and lzma.decompress(lzma.compress(joined, preset=9)) == joined
+    assert bits == pytest.approx(8 * len(lzma.compress(joined, preset=9)) / len(joined)) and 0 < bits < 8
+    assert not math.isnan(bits)
