@@ -7,7 +7,8 @@ Afterwards run=runs/qwen works for generation, chat and serving, and init_from=r
 and what is refused: docs/hugging_face.md.
 """
 
-from dataclasses import dataclass
+import shlex
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import hydra
@@ -17,6 +18,7 @@ from omegaconf import DictConfig
 from configs.errors import UserError, check_choice
 from configs.loader import CONFIG_DIR, run_script
 from configs.report_numbers import format_quantity
+from llm.args import ModelConfig
 from llm.hf_checkpoint import write_checkpoint
 from llm.hf_directory import open_directory
 from llm.hf_gguf import open_gguf
@@ -53,7 +55,21 @@ def body(config: HfImportConfig) -> Path:
     count = sum(torch.Size(tensor.shape).numel() for _, tensor in source.tensors)
     size = sum(file.stat().st_size for file in path.iterdir())
     print(f"{path}: {source.family}, {count:,} parameters, {format_quantity(size, 'bytes')}")
+    print(f"for llm.training: init_from={config.output} {' '.join(map(shlex.quote, shape_overrides(source.config)))}")
     return path
+
+
+def shape_overrides(config: ModelConfig) -> list[str]:
+    """The command-line overrides that give llm.training this shape."""
+    # Of a group whose rope_scaling is null Hydra takes no fields for it, so a shape with scaling begins from one with.
+    overrides = ["model=llama-3.2-1b"] if config.rope_scaling is not None else []
+    for name, value in asdict(config).items():
+        if name == "attention":  # how it is computed, not what the weights are
+            continue
+        if isinstance(value, dict):
+            value = "{" + ",".join(f"{key}:{entry}" for key, entry in value.items()) + "}"
+        overrides.append(f"model.{name}={'null' if value is None else value}")
+    return overrides
 
 
 @hydra.main(version_base="1.3", config_path=CONFIG_DIR, config_name="hf_import")

@@ -4,6 +4,7 @@ The models are random and small, one a family; the tokenizer is trained here. No
 """
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,10 +20,12 @@ from configs.loader import compose_config
 from llm import hf_export, hf_import, training
 from llm.args import TrainConfig
 from llm.bpe_tokenizer import Tokenizer
+from llm.checkpoint import load_checkpoint, save_checkpoint
 from llm.generating_loop import GenerationLimits, generate
 from llm.hf_checkpoint import write_checkpoint
 from llm.model_loading import load_model
 from llm.sampling import SamplingConfig
+from parallel.sharded_checkpoint_pieces import Piece, whole
 from tests.tolerances import FP32_FORWARD
 
 transformers = pytest.importorskip("transformers")
@@ -295,11 +298,9 @@ def test_shapes_without_a_family_are_refused(fields, message):
 
 def test_adapters_are_merged_on_export(tmp_path, tiny_corpus, ids):
     from llm.args import ModelConfig
-    from llm.checkpoint import save_checkpoint
     from llm.checkpoint_pieces import model_tensors
     from llm.lora import LoraConfig, apply_lora
     from llm.transformer import Transformer
-    from parallel.sharded_checkpoint_pieces import whole
 
     config = ModelConfig(vocab_size=384, max_seq_len=64, d_model=32, num_layers=2, num_heads=4, d_ff=48)
     lora = LoraConfig(rank=4, targets=["q_proj", "down_proj"])
@@ -385,3 +386,36 @@ def test_training_starts_from_an_import_and_its_run_exports_with_the_template(tm
         assert (tuned[name] - parameter).abs().max() < 1e-6  # a step of 1e-9; a fresh model differs by 1
     fast = transformers.AutoTokenizer.from_pretrained(exported)
     assert fast.chat_template == TEMPLATE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_shape_that_an_import_prints_is_the_shape_that_training_takes(family, tmp_path, tokenizer_files, capsys):
+    saved(family, tmp_path / "theirs", tokenizer_files)
+    config = hf_import.open_source(str(tmp_path / "theirs")).config
+    imported(tmp_path / "theirs", tmp_path / "run")
+    printed = capsys.readouterr().out.splitlines()[-1]
+    overrides = shlex.split(printed.removeprefix("for llm.training: "))
+    base = ["name=x", "data.tokens=x", "data.tokenizer=x", "data.seq_len=16"]
+    composed = compose_config(TrainConfig, "training", [*base, *overrides])
+    assert composed.model == config
+    assert composed.init_from == str(tmp_path / "run")
+
+
+def test_a_checkpoint_in_pieces_exports_as_the_whole_one(tmp_path, tokenizer_files):
+    saved("qwen3_moe", tmp_path / "theirs", tokenizer_files)
+    checkpoint = imported(tmp_path / "theirs", tmp_path / "run")
+    tensors, state = load_checkpoint(checkpoint)
+    pieces = []
+    for name, tensor in tensors.items():  # cut where no row and no expert ends, as a rank's share of a bucket is
+        flat, middle = tensor.reshape(-1), tensor.numel() // 3
+        pieces += [
+            Piece(name, tuple(tensor.shape), 0, flat[:middle]),
+            Piece(name, tuple(tensor.shape), middle, flat[middle:]),
+        ]
+    cut = save_checkpoint(tmp_path / "cut", 3, pieces, {"config": state["config"]}, checkpoint)
+    whole = hf_export.body(hf_export.HfExportConfig(checkpoint=str(checkpoint), output=str(tmp_path / "whole")))
+    parts = hf_export.body(hf_export.HfExportConfig(checkpoint=str(cut), output=str(tmp_path / "parts")))
+    names = sorted(file.name for file in whole.iterdir())
+    assert names == sorted(file.name for file in parts.iterdir())
+    for name in names:
+        assert (whole / name).read_bytes() == (parts / name).read_bytes()

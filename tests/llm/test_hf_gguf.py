@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from configs.errors import UserError
 from llm.args import ModelConfig, MoeConfig, RopeScaling
 from llm.bpe_tokenizer import Tokenizer
+from llm.chat_template import load_chat_template, stop_ids
 from llm.generating_loop import GenerationLimits, generate
 from llm.hf_checkpoint import write_checkpoint
+from llm.hf_directory_write import write_directory
 from llm.hf_gguf import gguf_names, open_gguf
 from llm.hf_gguf_blocks import FORMATS, dequantise
 from llm.hf_gguf_file import GgufFile
@@ -245,16 +247,23 @@ def test_scaling_factors_that_are_not_llama3s_are_refused(tmp_path, tokenizer):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not SMOLLM2.exists(), reason=f"{SMOLLM2} is not there; docs/hugging_face.md says how to get it")
-def test_smollm2_matches_transformers(tmp_path):
+def test_smollm2_and_its_export_match_transformers(tmp_path):
     theirs = by_transformers(SMOLLM2)
-    ours, tokenizer, _ = load_model(write_checkpoint(open_gguf(SMOLLM2), tmp_path), torch.device("cpu"))
-    prompt = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
-    ids = tokenizer.encode(prompt, "all")
+    checkpoint = write_checkpoint(open_gguf(SMOLLM2), tmp_path / "run")
+    ours, tokenizer, _ = load_model(checkpoint, torch.device("cpu"))
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    ids = tokenizer.encode(load_chat_template(checkpoint).render(messages), "all")
     with torch.inference_mode():
         expected = theirs(torch.tensor([ids])).logits
         found = ours(torch.tensor([ids]))
     assert (found - expected).abs().max() <= FP32_FORWARD * expected.abs().max()
-    made = theirs.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids) :].tolist()
-    (tokens,) = generate(ours, [ids], SamplingConfig(temperature=0.0), GenerationLimits(12, [2]))
-    assert tokens == made
+    (tokens,) = generate(ours, [ids], SamplingConfig(temperature=0.0), GenerationLimits(12, stop_ids(checkpoint)))
     assert "Paris" in tokenizer.decode(tokens)
+    write_directory(checkpoint, tmp_path / "back", None, 10**9)
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    fast = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
+    assert fast.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) == tokenizer.decode(ids)
+    assert fast(tokenizer.decode(ids))["input_ids"] == ids
+    for model in (theirs, back):
+        made = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids) :].tolist()
+        assert tokens == made
