@@ -1,7 +1,8 @@
-"""Which data-parallel layout to run a model with on a cluster that one need not have.
+"""Which layout to run a model with on a cluster that one need not have.
 
     python -m llm.plan model=7b hardware=h100 nodes=64
     python -m llm.plan model=70b hardware=h200 nodes=32 zero=[3] micro_batch_size=[1] output=runs/plan-70b
+    python -m llm.plan model=1b tp=[1] pp=[1,2] cp=[1]           # some degrees only
 
 For every layout: peak memory of a rank, the bytes that leave it on each mesh axis, and the step's time, from shapes and
 datasheets alone (docs/cost_model.md). Then the real strategies run once on the meta device and a fake process group, as
@@ -25,7 +26,8 @@ def plan(config: PlanConfig) -> dict[str, Any]:
     """Print the ranked layouts and return them as one JSON document; UserError for what cannot be planned."""
     planner = Planner(config)
     rows = planner.rows()
-    dry_runs = [dry_run(planner, row) for row in best_of_each_kind(rows)] if config.dry_run else []
+    data_only = [row for row in best_of_each_kind(rows) if row.choice.shared == 1]
+    dry_runs = [dry_run(planner, row) for row in data_only] if config.dry_run else []
     print_plan(planner, rows, dry_runs)
     found = document(planner, rows, dry_runs)
     if config.output is not None:
@@ -36,10 +38,9 @@ def plan(config: PlanConfig) -> dict[str, Any]:
 
 def dry_run(planner: Planner, row: PlanRow) -> dict[str, Any]:
     """What the code sends in a step of at most two micro-batches, beside what was predicted of as many."""
-    layout = planner.layout(row.choice, row.degrees, min(2, row.micro_batches))
-    config = planner.config
+    config, layout = planner.config, planner.layout(row.choice, min(2, row.micro_batches))
     seen = dry_run_traffic(planner.model, config.optimizer, layout, row.degrees, min(config.seq_len, 128))
-    predicted = summed(planner.messages(layout))
+    predicted = summed(planner.messages(row.choice, layout.micro_batches))
     differing = [str(entry) for entry in set(seen) ^ set(predicted)]
     return {
         "layout": row.name,

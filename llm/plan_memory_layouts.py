@@ -62,11 +62,15 @@ def stage_bytes(config: TrainConfig, share: RankShare, pieces: range) -> StageBy
     factors *= blocks * N * e
     if logits:
         factors += N * e * (output_matrix(work.model).inputs + work.model.vocab_size)
+    # What the head keeps is not there yet when the last block runs forward, and gone when it runs backward.
+    after = head_activation_bytes(work) + logits if has_head else boundary
+    again = block - kept if blocks else 0
     return StageBytes(
-        kept=blocks * kept + (head_activation_bytes(work) + logits if has_head else boundary),
+        kept=blocks * kept + after,
         factors=factors,
-        forward=(block - kept if blocks else 0) + boundary,
-        backward=max(logits, block - kept + block_backward_bytes(work) if blocks else 0) + boundary,
+        forward=max(0, again - after) + boundary,
+        backward=max(logits, again + block_backward_bytes(work) - (after if has_head else 0) if blocks else 0)
+        + boundary,
         boundary=boundary,
     )
 

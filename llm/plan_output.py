@@ -7,10 +7,11 @@ from typing import Any
 
 from configs.run_dir import write_json_atomic, write_text_atomic
 from llm.plan_layouts import Planner, PlanRow, best_of_each_kind
+from llm.plan_reason import why
 
 GB = 1e9
 HEADER = ("layout", "batch x accum", "checkpointing", "memory GB", "largest phase", "sent GB by axis", "step s",
-          "exposed s", "tokens/s/GPU", "MFU", "bound")  # fmt: skip
+          "exposed s", "idle s", "tokens/s/GPU", "MFU", "bound")  # fmt: skip
 
 
 def cells(row: PlanRow, world_size: int) -> tuple[str, ...]:
@@ -19,7 +20,8 @@ def cells(row: PlanRow, world_size: int) -> tuple[str, ...]:
     return (
         row.name, f"{row.choice.micro_batch_size} x {row.micro_batches}", row.choice.checkpointing,
         f"{row.memory.peak_bytes / GB:.1f}", row.memory.phase, sent or "0", f"{row.step_s:.3f}",
-        f"{row.exposed_s:.3f}", f"{row.tokens_per_s / world_size:.0f}", f"{100 * row.mfu:.1f}%", row.bound,
+        f"{row.exposed_s:.3f}", f"{row.idle_s:.3f}" if row.choice.pp > 1 else "",
+        f"{row.tokens_per_s / world_size:.0f}", f"{100 * row.mfu:.1f}%", row.bound,
     )  # fmt: skip
 
 
@@ -49,8 +51,10 @@ def print_plan(planner: Planner, rows: list[PlanRow], dry_runs: list[dict[str, A
     else:
         print("no layout fits; use more nodes, checkpointing=[full], a smaller micro_batch_size or a larger dp_shard")
     if others:
-        print(f"too large ({len(others)}), the smallest first:")
+        print(f"too large ({planner.too_large}), the smallest first:")
         print("\n".join(table(others[: config.rows // 3 + 1], config.world_size)[1:]))
+    for sentence in why(fitting, others, planner.limit_bytes):
+        print(f"why: {sentence}")
     for what, reason in planner.refused.items():
         print(f"left out: {what}: {reason}")
     for run in dry_runs:
@@ -73,10 +77,13 @@ def document(planner: Planner, rows: list[PlanRow], dry_runs: list[dict[str, Any
                 "layout": row.name, "fits": planner.fits(row), **asdict(row.choice),
                 "micro_batches": row.micro_batches, "memory_bytes": row.memory.peak_bytes,
                 "memory_phases_bytes": row.memory.phases_bytes, "sent_bytes": row.axis_bytes, "step_s": row.step_s,
-                "exposed_s": row.exposed_s, "tokens_per_s": row.tokens_per_s, "mfu": row.mfu, "bound": row.bound,
+                "exposed_s": row.exposed_s, "idle_s": row.idle_s, "tokens_per_s": row.tokens_per_s, "mfu": row.mfu,
+                "bound": row.bound,
             }
             for row in rows
         ],
+        "why": why([row for row in rows if planner.fits(row)], [row for row in rows if not planner.fits(row)],
+                   planner.limit_bytes),
         "left_out": planner.refused,
         "dry_runs": dry_runs,
         "sources": {"device": config.hardware.source, "links": config.hardware.link_source},

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 
 from llm.args import TrainConfig
 from llm.parallelize_tensor import tensor_plan
@@ -21,8 +22,19 @@ def tensor_cuts(params: list[Param], config: TrainConfig) -> dict[str, TensorCut
     """How each parameter is cut over the tp axis, by its full shape."""
     parallel = config.parallel
     settings = TensorSettings(config.model.num_kv_heads, parallel.sequence_parallel)
-    named = [(param.name, param.shape) for param in params]
-    places = placements_of(named, tensor_plan(config.model), parallel.tp, settings)
+    named = tuple((param.name, param.shape) for param in params)
+    return cuts_of(named, tuple(tensor_plan(config.model).items()), parallel.tp, settings)
+
+
+@lru_cache(maxsize=64)
+def cuts_of(
+    named: tuple[tuple[str, tuple[int, ...]], ...],
+    plan: tuple[tuple[str, str], ...],
+    ranks: int,
+    settings: TensorSettings,
+) -> dict[str, TensorCut]:
+    """A plan of a cluster asks for the same parameters again and again."""
+    places = placements_of(named, dict(plan), ranks, settings)
     return {name: TensorCut(place.dim, place.parts, place.partial) for name, place in places.items()}
 
 
@@ -53,7 +65,7 @@ def tensor_messages(
     stages = {param.stage for param in params} | output_stage(params, config)
     messages = activation_messages(tensor_shape(params, config), micro_batch_tokens)
     yield from (message for message in messages if message.stage in stages)  # those that this rank runs
-    held = held_elements(params, layout, data_rank)
+    held = held_elements(params, [param for param in params if cuts[param.name].partial], layout, data_rank)
     matrices = matrix_elements([p for p in params if cuts[p.name].dim is not None], params, layout, data_rank)
     yield from gradient_messages(params, cuts, config.parallel.tp, held, matrices)
 
@@ -64,11 +76,11 @@ def output_stage(params: list[Param], config: TrainConfig) -> set[int]:
     return {last} if any(param.name == "norm.weight" for param in params) else set()
 
 
-def held_elements(params: list[Param], layout: DataLayout, data_rank: int) -> dict[str, int]:
-    """Elements of each trainable parameter whose gradient this data rank ends up with."""
+def held_elements(params: list[Param], asked: list[Param], layout: DataLayout, data_rank: int) -> dict[str, int]:
+    """Elements of each of the parameters asked for whose gradient this data rank ends up with."""
     if layout.zero == 0 or layout.ranks == 1:
-        return {param.name: param.numel for param in params}
-    starts = zero1_starts(params, layout) if layout.zero == 1 else fsdp_starts(params, layout)
+        return {param.name: param.numel for param in asked}
+    starts = zero1_starts(params, layout) if layout.zero == 1 else fsdp_starts(asked, layout)
     return {name: ends[data_rank + 1] - ends[data_rank] for name, ends in starts.items()}
 
 

@@ -115,7 +115,15 @@ def message_seconds(degrees: Degrees, cluster: Cluster) -> Callable[[Message], f
     for axis in AXES:
         ranks = degrees.groups(axis)[0]
         rings[axis] = Ring(len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1)
-    return lambda message: collective_seconds(message.op, message.nbytes, rings[message.axis], cluster)
+    known: dict[tuple[str, str, int], float] = {}  # layers send alike
+
+    def seconds(message: Message) -> float:
+        key = (message.op, message.axis, message.nbytes)
+        if key not in known:
+            known[key] = collective_seconds(message.op, message.nbytes, rings[message.axis], cluster)
+        return known[key]
+
+    return seconds
 
 
 def rank_time(

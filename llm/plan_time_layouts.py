@@ -72,14 +72,18 @@ def after(step: StepTime, messages: list[Message], seconds_of: Callable[[Message
 def rank_work(config: TrainConfig, params: list[Param], machine: Machine, degrees: Degrees, rank: int) -> RankWork:
     world_size = degrees.grid().size
     share = rank_share(config, params, machine.device, world_size, rank)
-    messages = rank_messages(params, config, world_size, share.layout.micro_batches, rank)
+    count = share.layout.micro_batches
+    if degrees.pp > 1:  # the table says how often: of the messages within stages those of one micro-batch are enough
+        config, count = replace(config, global_batch_tokens=config.global_batch_tokens // count), 1
+    messages = rank_messages(params, config, world_size, count, rank)
     data = [message for message in messages if is_of_data(message)] if degrees.pp == 1 else []
     checkpointing = config.parallel.activation_checkpointing
     compute = compute_of(share.work, machine.rates, share.layout, checkpointing, data)
     seconds_of = message_seconds(degrees, machine.cluster)
     compute = with_stalls(compute, share.work, machine.rates, messages, seconds_of)
     host = predict_step_time(share.work, machine.rates).host_s
-    host += COLLECTIVE_OPS * machine.rates.op_overhead_s * len(messages) if machine.device == "cuda" else 0.0
+    if machine.device == "cuda":
+        host += COLLECTIVE_OPS * machine.rates.op_overhead_s * len(messages) * share.layout.micro_batches / count
     return RankWork(share, messages, compute, host, machine.rates)
 
 
@@ -126,10 +130,13 @@ def pipeline_time(config: TrainConfig, params: list[Param], machine: Machine, de
     simulation = simulated(config, params, works, seconds_of)
     tails = [tail_s(work, seconds_of) for work in works]
     own = works[neighbours.index(rank)]
-    busy = own.share.layout.micro_batches * own.compute.micro_batch_s + own.compute.optimizer_s
-    step = StepTime(simulation.total + max(tails), busy, sum(map(seconds_of, own.messages)))
+    count = own.share.layout.micro_batches
+    # On average: what one rank waits longer than another is idle time and no message's.
+    busy = sum(count * work.compute.micro_batch_s + work.compute.optimizer_s for work in works) / len(works)
+    exposed = max(0.0, simulation.total + max(tails) - busy)
+    step = StepTime(busy + exposed, busy, exposed)
     idle = sum(simulation.idle) / len(simulation.idle)
-    return RankTime(step, own.host_s, idle_s=idle, simulation=simulation)
+    return RankTime(step, own.host_s, idle, simulation)
 
 
 def simulated(

@@ -24,10 +24,10 @@ ITEM = 2  # bfloat16
 
 def matrix_messages(params: list[Param], layout: DataLayout, rank: int) -> Iterator[Message]:
     """The two all-to-alls of rank `rank` along the sharded axis; none where every rank holds whole matrices."""
-    starts = zero1_starts(params, layout) if layout.zero == 1 else fsdp_starts(params, layout)
     matrices = [param for param in trainable(params) if param.matrix]
     if layout.shard == 1 or layout.zero == 0 or not matrices:
         return
+    starts = zero1_starts(params, layout) if layout.zero == 1 else fsdp_starts(params, layout)
     cut = [param for param in matrices if any(start % math.prod(param.shape[-2:]) for start in starts[param.name])]
     owners = owners_of([iteration_cost(param.shape) for param in cut], layout.shard)
     held = sum(starts[param.name][rank + 1] - starts[param.name][rank] for param in cut)

@@ -117,7 +117,9 @@ def crossing(op: str, shape: TensorShape, tokens: int, dtype: str, place: tuple[
 
 def in_chunks(shape: TensorShape, message: Message | None) -> Iterator[Message]:
     """One crossing of a block as its pieces."""
-    if message is not None:
+    if message is not None and shape.chunks == 1:
+        yield message
+    elif message is not None:
         yield from [replace(message, nbytes=message.nbytes // shape.chunks)] * shape.chunks
 
 

@@ -41,7 +41,12 @@ class DeferredGradients:
     @torch.no_grad()
     def run(self, key: Hashable) -> None:
         """Add the weight gradients that `key` left; parameters get them in the order of its backward pass."""
-        for weight, rows, gradients in self.waiting.pop(key):
+        kept = self.waiting.pop(key)
+        if kept is self.current:  # or the last micro-batch's factors would live until the next one's backward pass
+            self.current = None
+        kept.reverse()
+        while kept:
+            weight, rows, gradients = kept.pop()
             product = torch.mm(gradients.t(), rows).to(weight.dtype)  # (out, in)
             with torch.enable_grad():
                 leaf = weight.view_as(weight)

@@ -4,6 +4,7 @@ from functools import cache
 from itertools import pairwise
 
 
+@cache
 def split_by_cost(costs: tuple[float, ...], stages: int) -> list[range]:
     """Cut pieces of these costs into so many stages, none of them empty; returns each stage's pieces.
 

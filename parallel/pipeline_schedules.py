@@ -11,6 +11,7 @@ Stage s lies on rank s % ranks. `python -m parallel.pipeline_schedules_figure` p
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from configs.errors import UserError, check_choice, check_positive
@@ -30,7 +31,7 @@ class Operation(NamedTuple):
         return f"{self.kind}{self.micro_batch}.{self.stage}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # by identity: what is known of a table is kept with it
 class Schedule:
     """`table[rank]` is what the rank runs, in order; `chunks` stages lie on each rank."""
 
@@ -53,6 +54,7 @@ class Schedule:
         return list(range(rank, self.stages, self.ranks))
 
 
+@lru_cache(maxsize=256)
 def build_schedule(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Schedule:
     """The schedule of this name; UserError for an unknown one, or for chunks with a schedule that has none."""
     check_choice("parallel.pp_schedule", name, SCHEDULES)

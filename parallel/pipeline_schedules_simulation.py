@@ -6,6 +6,7 @@ waits for ever, or in which an operation is missing or there twice, is an error 
 """
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from parallel.pipeline_schedules import BACKWARD, FORWARD, INPUT, WEIGHT, Operation, Schedule
 
@@ -75,11 +76,30 @@ def simulate(
     Stages that are not alike have `durations` of their own, or `of_stage` multiplies the common ones; of a message
     the sending stage's count.
     """
-    check_complete(schedule)
     each = durations if isinstance(durations, list) else [durations or Durations()] * schedule.stages
     scale = of_stage or [1.0] * schedule.stages
+    kinds = {op.kind for row in schedule.table for op in row}
+    seconds = {(kind, stage): each[stage].of(kind) * scale[stage] for kind in kinds for stage in range(schedule.stages)}
     times: dict[Operation, tuple[float, float]] = {}
-    free, position = [0.0] * schedule.ranks, [0] * schedule.ranks
+    free = [0.0] * schedule.ranks
+    for rank, op, needed in runnable_order(schedule):
+        start = free[rank]
+        for other in needed:
+            ready = times[other][1]
+            if other.stage % schedule.ranks != rank:
+                ready += each[other.stage].send
+            start = max(start, ready)
+        free[rank] = start + seconds[op.kind, op.stage]
+        times[op] = (start, free[rank])
+    return summed_up(schedule, times)
+
+
+@lru_cache(maxsize=256)
+def runnable_order(schedule: Schedule) -> list[tuple[int, Operation, list[Operation]]]:
+    """Every operation with its rank, after all that it waits for, which stands beside it; ScheduleError as simulate."""
+    check_complete(schedule)
+    order, done = [], set()
+    position = [0] * schedule.ranks
     remaining = sum(map(len, schedule.table))
     while remaining:
         before = remaining
@@ -87,18 +107,15 @@ def simulate(
             while position[rank] < len(row):
                 op = row[position[rank]]
                 needed = waits_for(op, schedule.stages)
-                if any(other not in times for other in needed):
+                if any(other not in done for other in needed):
                     break
-                away = [each[other.stage].send if other.stage % schedule.ranks != rank else 0.0 for other in needed]
-                ready = max((times[other][1] + s for other, s in zip(needed, away, strict=True)), default=0.0)
-                start = max(free[rank], ready)
-                free[rank] = start + each[op.stage].of(op.kind) * scale[op.stage]
-                times[op] = (start, free[rank])
+                order.append((rank, op, needed))
+                done.add(op)
                 position[rank] += 1
                 remaining -= 1
         if remaining == before:
-            raise ScheduleError(explain_deadlock(schedule, position, times))
-    return summed_up(schedule, times)
+            raise ScheduleError(explain_deadlock(schedule, position, done))
+    return order
 
 
 def summed_up(schedule: Schedule, times: dict[Operation, tuple[float, float]]) -> Simulation:
@@ -130,12 +147,12 @@ def check_complete(schedule: Schedule) -> None:
             raise ScheduleError(f"rank {rank} of schedule {schedule.name}: {wrong} missing or not its own")
 
 
-def explain_deadlock(schedule: Schedule, position: list[int], times: dict) -> str:
+def explain_deadlock(schedule: Schedule, position: list[int], done: set[Operation]) -> str:
     stuck = []
     for rank, row in enumerate(schedule.table):
         if position[rank] < len(row):
             op = row[position[rank]]
-            missing = [str(other) for other in waits_for(op, schedule.stages) if other not in times]
+            missing = [str(other) for other in waits_for(op, schedule.stages) if other not in done]
             stuck.append(f"rank {rank} at {op} waits for {' and '.join(missing)}")
     return f"schedule {schedule.name} deadlocks: " + "; ".join(stuck)
 

@@ -175,7 +175,8 @@ def check_memory(config, ranks, rows, micro_batches):
 
 
 def plan_config(*overrides: str) -> PlanConfig:
-    return compose_config(PlanConfig, "plan", ["dry_run=false", *overrides])
+    """Data-parallel layouts alone; tests/llm/test_plan_layouts.py has the others."""
+    return compose_config(PlanConfig, "plan", ["dry_run=false", "tp=[1]", "pp=[1]", "cp=[1]", *overrides])
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -208,11 +209,11 @@ def test_layouts_are_ranked_by_time_and_refused_by_memory():
 def test_many_micro_batches_follow_from_few():
     config = plan_config("model=1b", "zero=[3]", "micro_batch_size=[1]", "checkpointing=[none]", "dp_shard=[0]")
     planner = Planner(config)
-    ((choice, degrees, count),) = planner.choices()
+    ((choice, _, count),) = planner.choices()
     assert count == 4_194_304 // (8 * 4096)
 
     def sent(micro_batches):
-        messages = planner.messages(planner.layout(choice, degrees, micro_batches))
+        messages = planner.messages(choice, micro_batches)
         return {"bytes": sum(message.nbytes for message in messages)}
 
     assert extrapolate(sent, 9) == sent(9)
@@ -271,7 +272,8 @@ def test_what_is_left_out_is_said_with_the_reason(capsys):
 
 def test_a_plan_is_written_down_and_its_dry_run_agrees(tmp_path):
     overrides = ["model=gpt-124m", "model.vocab_size=50304", "model.max_seq_len=4096", "nodes=2", "zero=[0,3]"]
-    config = compose_config(PlanConfig, "plan", [*overrides, "dp_shard=[-1]", f"output={tmp_path}/plan"])
+    overrides += ["tp=[1]", "pp=[1]", "cp=[1]", "dp_shard=[-1]", f"output={tmp_path}/plan"]
+    config = compose_config(PlanConfig, "plan", overrides)
     found = plan(config)
     assert [run["equal"] for run in found["dry_runs"]] == [True, True]
     assert json.loads((tmp_path / "plan" / "plan.json").read_text()) == json.loads(json.dumps(found))
