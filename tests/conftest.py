@@ -1,9 +1,17 @@
-"""Shared fixtures: where the optional real data lies, and one thread a test process."""
+"""Shared fixtures: where the optional real data lies, and one thread a test process.
 
+Without a GPU kernels run in Triton's interpreter. That is chosen here, before any test module is imported: whoever
+imports Triton first decides for the whole process, Triton's own library of functions included.
+"""
+
+import os
 from pathlib import Path
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -1,12 +1,7 @@
-"""Without a GPU the kernels of this folder run in Triton's interpreter, chosen before any of them is imported."""
-
-import os
+"""Inputs of the kernels' tests; without a GPU they run in Triton's interpreter (tests/conftest.py)."""
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(autouse=True)
