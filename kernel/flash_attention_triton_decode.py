@@ -28,6 +28,7 @@ MERGED_AT_ONCE = 4096  # numbers of parts: 32 a thread, all asked for before the
 MOST_PART_BYTES = 2**28  # so many new tokens fill the device without cutting keys
 # The cost of a plan (chunks_aimed_at), set so that the order of the first sweep on an H200 comes out (docs/kernels.md).
 START_TILES, FEW_WAVES, LOST, MOST_WAVES = 2, 0.6, 0.35, 8
+WHOLE_TILES = 8  # a sequence of at most so many tiles is not cut where the batch alone fills the device
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,15 @@ class DecodeOptions:
     """scale: of the scores, 1/sqrt(D) unless given; softcap: 0 for none; window: the last so many keys, own included.
 
     max_length: no sequence is longer, which the caller may know; by default what the cache or the table holds. It
-    bounds the number of chunks, and lengths above it are cut to it.
+    bounds the number of chunks, and lengths above it are cut to it. split_keys: keys a chunk, a multiple of the tile; a
+    row's result then depends on its own sequence alone, to the last bit, where the plan looks at all of them otherwise.
     """
 
     scale: float | None = None
     softcap: float = 0.0
     window: int | None = None
     max_length: int | None = None
+    split_keys: int | None = None
 
 
 @dataclass(frozen=True)
@@ -75,12 +78,14 @@ def flash_attention_decode(
     window = 0 if options.window is None else options.window
     held = k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]
     max_length = held if options.max_length is None else min(options.max_length, held)
+    split_keys = options.split_keys or 0
     if is_traced(q):
+        integers = [window, max_length, split_keys]
         return flash_attention_decode_op(
-            q, k_cache, v_cache, cache_lens, block_table, [window, max_length], [scale, options.softcap]
+            q, k_cache, v_cache, cache_lens, block_table, integers, [scale, options.softcap]
         )
     cache = DecodeCache(k_cache, v_cache, cache_lens, block_table)
-    return run_decode(q, cache, DecodeCall(scale, options.softcap, window, max_length))
+    return run_decode(q, cache, DecodeCall(scale, options.softcap, window, max_length, split_keys))
 
 
 @dataclass(frozen=True)
@@ -95,12 +100,13 @@ class DecodeCache:
 
 @dataclass(frozen=True)
 class DecodeCall:
-    """Plain numbers of one call; window 0: none."""
+    """Plain numbers of one call; window 0: none; split_keys 0: chunks as the plan finds best."""
 
     scale: float
     softcap: float
     window: int
     max_length: int
+    split_keys: int = 0
 
 
 def check_decode_inputs(q: Tensor, k: Tensor, v: Tensor, lens: Tensor, table: Tensor | None) -> None:
@@ -150,7 +156,7 @@ def check_table(q: Tensor, k: Tensor, table: Tensor | None) -> None:
 def check_decode_options(options: DecodeOptions, scale: float) -> None:
     if not scale > 0 or options.softcap < 0:
         raise UserError(f"scale={scale} must be above 0 and softcap={options.softcap} at least 0; use such values")
-    for name in ("window", "max_length"):
+    for name in ("window", "max_length", "split_keys"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise UserError(f"{name}={value} must be at least 1; use None for no limit")
@@ -160,8 +166,8 @@ def check_decode_options(options: DecodeOptions, scale: float) -> None:
 def flash_attention_decode_op(
     q: Tensor, k: Tensor, v: Tensor, lens: Tensor, table: Tensor | None, integers: list[int], floats: list[float]
 ) -> tuple[Tensor, Tensor]:
-    """integers: window (0: none), max_length; floats: scale, softcap."""
-    return run_decode(q, DecodeCache(k, v, lens, table), DecodeCall(floats[0], floats[1], integers[0], integers[1]))
+    """integers: window (0: none), max_length, split_keys (0: none); floats: scale, softcap."""
+    return run_decode(q, DecodeCache(k, v, lens, table), DecodeCall(*floats, *integers))
 
 
 @flash_attention_decode_op.register_fake
@@ -207,10 +213,15 @@ def run_decode(
     (B, T, H, D), K = q.shape, cache.k.shape[2]
     block_m, block_d = row_tile(T * H // K, q.dtype), padded_dim(D)
     side_by_side = K * num_blocks(T * H // K, block_m)
-    num_chunks, items = chunk_counts(q, side_by_side, call.max_length, config)
+    num_chunks, items = chunk_counts(q, side_by_side, call, config)
+    whole = runs_whole(q, side_by_side, call, config)
+    chunk_tiles = num_blocks(call.split_keys, config.block_n) if call.split_keys else 0
+    if whole:
+        num_chunks, items = 1, B
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
-    num_parts = items if num_chunks > 1 else 0  # aiming at one chunk, the plan cuts no sequence
+    # Aiming at one chunk, the plan cuts no sequence.
+    num_parts = items if num_chunks > 1 else 0
     parts = torch.empty(num_parts, T, H, D, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(num_parts, T, H, dtype=torch.float32, device=q.device)
     numbers = (B, T, H, D, call.max_length, call.window, num_chunks)
@@ -223,25 +234,47 @@ def run_decode(
     constants = dict(
         GROUP=H // K, PAGE_SIZE=0 if cache.table is None else cache.k.shape[1], WINDOW=call.window > 0,
         SOFTCAP=call.softcap > 0, BLOCK_B=block_b, BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_D=block_d,
-        PRECISION=precision(q), STAGES=config.stages,
+        PRECISION=precision(q), STAGES=config.stages, WHOLE=whole, CHUNK_TILES=chunk_tiles,
     )  # fmt: skip
     cached(split_kernel).launch((side_by_side, items), args, constants, num_warps=config.warps)
+    if whole:
+        return out, lse
     constants = dict(
         WINDOW=call.window > 0,
         BLOCK_B=block_b,
         BLOCK_N=config.block_n,
         BLOCK_C=MERGED_AT_ONCE // block_d if q.is_cuda else 2,
         BLOCK_D=block_d,
+        CHUNK_TILES=chunk_tiles,
     )
     args = (cache.lens, parts, part_lse, out, lse, *numbers)
     cached(merge_kernel).launch((T * H, B), args, constants, num_warps=4)
     return out, lse
 
 
-def chunk_counts(q: Tensor, side_by_side: int, max_length: int, config: DecodeConfig) -> tuple[int, int]:
+def runs_whole(q: Tensor, side_by_side: int, call: DecodeCall, config: DecodeConfig) -> bool:
+    """Whether every sequence is one program a kv head, without plan and merge: many sequences, and none long.
+
+    A plan in every program and a second kernel cost more than even shares gain where a program has a few tiles.
+    """
+    if call.split_keys:
+        return call.max_length <= call.split_keys
+    slots = decode_slots(q, config)
+    return q.shape[0] * side_by_side >= slots and call.max_length <= WHOLE_TILES * config.block_n
+
+
+def decode_slots(q: Tensor, config: DecodeConfig) -> int:
+    """Programs that run at once."""
+    return (num_processors(q.device.index) if q.is_cuda else 8) * config.programs
+
+
+def chunk_counts(q: Tensor, side_by_side: int, call: DecodeCall, config: DecodeConfig) -> tuple[int, int]:
     """(chunks that the plan aims at over all sequences, the most that it can make), for each kv head."""
-    B, tiles = q.shape[0], num_blocks(max_length, config.block_n)
-    slots = (num_processors(q.device.index) if q.is_cuda else 8) * config.programs
+    B, tiles = q.shape[0], num_blocks(call.max_length, config.block_n)
+    if call.split_keys:
+        chunks = B * num_blocks(tiles, num_blocks(call.split_keys, config.block_n))
+        return max(chunks, 2), chunks
+    slots = decode_slots(q, config)
     num_chunks = chunks_aimed_at(B, side_by_side, tiles, slots)
     if 4 * (num_chunks + B) * q[0].numel() > MOST_PART_BYTES:
         num_chunks = 1

@@ -15,14 +15,21 @@ from kernel.flash_attention_triton_forward import LOG2E, soften_scores
 
 @triton.jit
 def plan_chunks(
-    lens_ptr, B, T, max_length, window, num_chunks, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr
+    lens_ptr, B, T, max_length, window, num_chunks, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
+    CHUNK_TILES: tl.constexpr
 ):  # fmt: skip
-    """Of each sequence: its length, its chunks and the chunks of all up to it; at most num_chunks + B in sum."""
+    """Of each sequence: its length, its chunks and the chunks of all up to it; at most num_chunks + B in sum.
+
+    With CHUNK_TILES a chunk has so many tiles, whatever the other sequences are.
+    """
     rows = tl.arange(0, BLOCK_B)
     lengths = tl.load(lens_ptr + rows, mask=rows < B, other=0).to(tl.int32)
     lengths = tl.minimum(tl.maximum(lengths, 0), max_length)
     tiles = tl.cdiv(lengths, BLOCK_N) - first_tile(lengths, T, window, BLOCK_N, WINDOW)
-    chunk_tiles = tl.maximum(tl.cdiv(tl.sum(tiles, 0), num_chunks), 1)
+    if CHUNK_TILES > 0:
+        chunk_tiles = CHUNK_TILES
+    else:
+        chunk_tiles = tl.maximum(tl.cdiv(tl.sum(tiles, 0), num_chunks), 1)
     chunks = tl.cdiv(tiles, chunk_tiles)
     return lengths, chunks, tl.cumsum(chunks, 0)
 
@@ -53,20 +60,27 @@ def split_kernel(
     B, T, H, D, max_length, window, num_chunks, qk_scale, softcap,
     GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr, CHUNK_TILES: tl.constexpr,
 ):  # fmt: skip
     # Which chunk of which sequence; a sequence's tiles are dealt out to its chunks as evenly as they go.
     item = tl.program_id(1)
-    lengths, chunks, ends = plan_chunks(lens_ptr, B, T, max_length, window, num_chunks, BLOCK_B, BLOCK_N, WINDOW)
-    batch = tl.sum((ends <= item).to(tl.int32), 0)
-    if batch >= B:
-        return
-    mine = tl.arange(0, BLOCK_B) == batch
-    length, count = tl.sum(tl.where(mine, lengths, 0), 0), tl.sum(tl.where(mine, chunks, 0), 0)
-    chunk = item - (tl.sum(tl.where(mine, ends, 0), 0) - count)
-    skipped = first_tile(length, T, window, BLOCK_N, WINDOW)
-    tiles = tl.cdiv(length, BLOCK_N) - skipped
-    begin, end = skipped + tiles * chunk // count, skipped + tiles * (chunk + 1) // count
+    if WHOLE:
+        batch, count = item, 1
+        length = tl.minimum(tl.maximum(tl.load(lens_ptr + batch).to(tl.int32), 0), max_length)
+        begin, end = first_tile(length, T, window, BLOCK_N, WINDOW), tl.cdiv(length, BLOCK_N)
+    else:
+        lengths, chunks, ends = plan_chunks(
+            lens_ptr, B, T, max_length, window, num_chunks, BLOCK_B, BLOCK_N, WINDOW, CHUNK_TILES
+        )
+        batch = tl.sum((ends <= item).to(tl.int32), 0)
+        if batch >= B:
+            return
+        mine = tl.arange(0, BLOCK_B) == batch
+        length, count = tl.sum(tl.where(mine, lengths, 0), 0), tl.sum(tl.where(mine, chunks, 0), 0)
+        chunk = item - (tl.sum(tl.where(mine, ends, 0), 0) - count)
+        skipped = first_tile(length, T, window, BLOCK_N, WINDOW)
+        tiles = tl.cdiv(length, BLOCK_N) - skipped
+        begin, end = skipped + tiles * chunk // count, skipped + tiles * (chunk + 1) // count
 
     # Rows: the query heads of one kv head, token after token; more than BLOCK_M take several programs.
     rows_in_all = T * GROUP
@@ -140,10 +154,11 @@ def split_kernel(
 def merge_kernel(
     lens_ptr, part_ptr, part_lse_ptr, out_ptr, lse_ptr, B, T, H, D, max_length, window, num_chunks,
     WINDOW: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
+    CHUNK_TILES: tl.constexpr,
 ):  # fmt: skip
     """One query row of one sequence: out = sum 2^(lse_c - lse) out_c over its chunks c; no keys: out 0, lse -inf."""
     row, batch = tl.program_id(0), tl.program_id(1)
-    _, chunks, ends = plan_chunks(lens_ptr, B, T, max_length, window, num_chunks, BLOCK_B, BLOCK_N, WINDOW)
+    _, chunks, ends = plan_chunks(lens_ptr, B, T, max_length, window, num_chunks, BLOCK_B, BLOCK_N, WINDOW, CHUNK_TILES)
     mine = tl.arange(0, BLOCK_B) == batch
     count, last = tl.sum(tl.where(mine, chunks, 0), 0), tl.sum(tl.where(mine, ends, 0), 0)
     if count == 1:

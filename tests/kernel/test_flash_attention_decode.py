@@ -69,13 +69,40 @@ def test_the_result_does_not_depend_on_the_cut(programs, page_size):
 
 
 @on_cpu
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_many_short_sequences_are_not_cut(page_size, monkeypatch):
+    from kernel import flash_attention_triton_decode as decode
+
+    lengths = LENGTHS * 3
+    q, k, v, lens = random_cache(lengths, S, (4, 2), 2, 32)
+    tensors = [k, v] if page_size == 0 else to_pages(k, v, lengths, page_size)
+    options = DecodeOptions(window=33)
+    assert decode.runs_whole(q, 2, DecodeCall(1.0, 0.0, 33, S), DecodeConfig(16, 4, 1, 3))
+    monkeypatch.delattr(decode, "merge_kernel")  # must not be needed
+    results = flash_attention_decode(q, *tensors[:2], lens, *tensors[2:], options=options)
+    assert_matches(results, exact_decode(q, k, v, lengths, options))
+
+
+@on_cpu
+def test_with_fixed_chunks_a_row_has_the_same_bits_alone():
+    q, k, v, lens = random_cache(LENGTHS, S, (4, 2), 1, 32)
+    options = DecodeOptions(split_keys=32)
+    together = flash_attention_decode(q, k, v, lens, options=options)
+    assert_matches(together, exact_decode(q, k, v, LENGTHS))
+    for row in range(len(LENGTHS)):
+        one = slice(row, row + 1)
+        alone = flash_attention_decode(q[one], k[one], v[one], lens[one], options=options)
+        assert all(torch.equal(x, y[one]) for x, y in zip(alone, together, strict=True)), row
+
+
+@on_cpu
 def test_parts_that_would_take_too_much_memory_are_not_made(monkeypatch):
     from kernel import flash_attention_triton_decode as decode
 
     q, k, v, lens = random_cache(LENGTHS, S, (4, 2), 2, 32)
-    assert decode.chunk_counts(q, 2, S, DecodeConfig(16, 4, 1, 3))[0] > 1
+    assert decode.chunk_counts(q, 2, DecodeCall(1.0, 0.0, 0, S), DecodeConfig(16, 4, 1, 3))[0] > 1
     monkeypatch.setattr(decode, "MOST_PART_BYTES", 1000)
-    assert decode.chunk_counts(q, 2, S, DecodeConfig(16, 4, 1, 3)) == (1, 6)
+    assert decode.chunk_counts(q, 2, DecodeCall(1.0, 0.0, 0, S), DecodeConfig(16, 4, 1, 3)) == (1, 6)
     assert_matches(flash_attention_decode(q, k, v, lens), exact_decode(q, k, v, LENGTHS))
 
 
