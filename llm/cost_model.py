@@ -16,9 +16,11 @@ from llm.cost_model_counts import (
     train_flops_per_token,
     workload_of,
 )
+from llm.cost_model_lora import count_adapters, flops_per_trained_token, lora_memory, lora_step
 from llm.cost_model_memory import MemoryPrediction, predict_memory
 from llm.cost_model_time import StepPrediction, predict_step_time
 from llm.hardware import Hardware
+from llm.lora import LoraConfig
 from llm.metrics import mfu
 from llm.plan_links import known_links
 from llm.plan_memory_layouts import layout_memory
@@ -58,10 +60,10 @@ def predict_run(
     """
     parallel = config.parallel
     degrees = parallel.degrees().resolve(world_size)
-    found = predict_workload(workload_of(config, hardware.device, degrees.dp), hardware)
+    found = predict_workload(workload_of(config, hardware.device, degrees.dp), hardware, config.lora)
     if world_size == 1 and parallel.activation_checkpointing == "none":
         return found
-    params = meta_params(config.model, config.optimizer.name)
+    params = meta_params(config.model, config.optimizer.name, config.lora)
     memory = layout_memory(config, params, hardware.device, world_size, rank)
     notes = found["notes"] | {"memory_peak_bytes": f"largest phase: {memory.phase}; one rank of {world_size}"}
     found |= {"memory_peak_bytes": memory.peak_bytes, "memory": asdict(memory), "notes": notes}
@@ -97,10 +99,15 @@ def time_keys(
     return keys
 
 
-def predict_workload(work: Workload, hardware: Hardware) -> dict[str, Any]:
+def predict_workload(work: Workload, hardware: Hardware, lora: LoraConfig = LoraConfig()) -> dict[str, Any]:
     """The prediction for one workload; see predict_run."""
-    count, memory, step = count_parameters(work.model), predict_memory(work), predict_step_time(work, hardware.rates)
-    flops_per_token = train_flops_per_token(work.model, work.seq_len)
+    count, adapters = count_parameters(work.model), 0
+    if lora.rank:
+        memory, step = lora_memory(work, lora), lora_step(work, hardware.rates, lora)
+        adapters = count_adapters(work.model, lora)
+    else:
+        memory, step = predict_memory(work), predict_step_time(work, hardware.rates)
+    flops_per_token = flops_per_trained_token(work.model, lora, work.seq_len)
     peak = hardware.peak_flops(work.dtype)
     notes = {"step_s": f"largest part: {step.bound}"}
     if peak is None:
@@ -110,8 +117,8 @@ def predict_workload(work: Workload, hardware: Hardware) -> dict[str, Any]:
     phase = max(memory.phases_bytes, key=memory.phases_bytes.get)
     notes["memory_peak_bytes"] = f"largest phase: {phase}; one device"
     return {
-        "parameters": count.total,
-        "active_parameters": count.active,
+        "parameters": count.total + adapters,
+        "active_parameters": count.active + adapters,
         "flops_per_token": flops_per_token,
         "memory_peak_bytes": memory.peak_bytes,
         "step_s": step.step_s,

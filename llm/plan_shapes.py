@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from llm.args import ModelConfig, ParallelConfig, TrainConfig
+from llm.lora import LoraConfig, apply_lora
 from llm.optimizer import is_hidden_matrix
 from llm.plan_shapes_context import context_shape, tokens_of_rank
 from llm.plan_shapes_pipeline import pipeline_shape, rank_params
@@ -22,10 +23,10 @@ from parallel.cost_model_traffic import DataLayout, Message, Param, Traffic, ste
 from parallel.mesh_degrees import Degrees
 
 
-def meta_params(model: ModelConfig, optimizer: str = "adamw") -> list[Param]:
-    """The parameters of a Transformer of this shape (vocab_size filled in), in registration order."""
+def meta_params(model: ModelConfig, optimizer: str = "adamw", lora: LoraConfig = LoraConfig()) -> list[Param]:
+    """The parameters of a Transformer of this shape (vocab_size filled in) with its adapters, in registration order."""
     with torch.device("meta"):
-        return params_of(Transformer(model), optimizer)
+        return params_of(apply_lora(Transformer(model), lora), optimizer)
 
 
 def params_of(model: nn.Module, optimizer: str = "adamw") -> list[Param]:

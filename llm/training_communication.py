@@ -19,7 +19,7 @@ def predict_communication(config: TrainConfig, mesh: Mesh) -> dict[str, dict[str
     """By axis: calls and bytes a step, and the messages behind them by operation and dtype."""
     if mesh.world_size == 1:
         return {}
-    params = meta_params(config.model, config.optimizer.name)
+    params = meta_params(config.model, config.optimizer.name, config.lora)
     accumulation = config.grad_accum_steps(mesh.size("dp"))
     axes: dict[str, dict[str, Any]] = {}
     for traffic in predicted_traffic(params, config, mesh.world_size, accumulation, mesh.rank):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from llm.cost_model import predict_run
-from llm.cost_model_counts import train_flops_per_token
+from llm.cost_model_lora import flops_per_trained_token
 from llm.metrics import mfu
 from llm.metrics_memory import PeakMemory, held_tensors
 from llm.training_communication import OTHER, STEP, predict_communication
@@ -64,7 +64,7 @@ def log_step(trainer: Trainer, result: StepResult) -> str:
     config, window = trainer.config, trainer.throughput.read()
     trainer.communication.take(STEP, trainer.step)
     loss, z_loss = result.mean_losses(trainer.mesh)
-    flops = train_flops_per_token(config.model, config.data.seq_len)
+    flops = flops_per_trained_token(config.model, config.lora, config.data.seq_len)
     peak = trainer.hardware.peak_flops(config.dtype)
     tokens_per_s = window.tokens_per_s or None
     utilisation = mfu(flops, tokens_per_s, peak and peak * trainer.mesh.world_size) if tokens_per_s else None

@@ -18,8 +18,7 @@ from alignment.sft_data import load_sft_data, packing_of, with_checkpoint, with_
 from alignment.sft_evaluate import evaluation_fields
 from configs.errors import UserError
 from configs.loader import compose_config
-from configs.run_dir import read_jsonl
-from llm.args import ParallelConfig
+from configs.run_dir import read_json, read_jsonl
 from llm.checkpoint import load_checkpoint
 from llm.cost_model_counts import count_parameters
 from llm.generating_loop import GenerationLimits, generate
@@ -125,7 +124,14 @@ def test_packed_and_padded_runs_learn_the_same_from_one_epoch(base, tmp_path):
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "layout", [["parallel.zero=3", "lora.rank=4"], ["parallel.tp=2"], ["parallel.pp=2"], ["parallel.cp=2"]]
+    "layout",
+    [
+        ["lora.rank=4"],
+        ["parallel.zero=3", "lora.rank=4"],
+        ["parallel.tp=2", "lora.rank=4"],
+        ["parallel.pp=2"],
+        ["parallel.cp=2"],
+    ],
 )
 def test_two_ranks_match_one(base, tmp_path, layout):
     """Losses, and the answers of both ranks' shares of the problems."""
@@ -140,6 +146,8 @@ def test_two_ranks_match_one(base, tmp_path, layout):
     )
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=10 * FP32_GRADIENT)
+    sent = [row for row in read_json(tmp_path / "two/report.json")["rows"] if row["quantity"].startswith("sent")]
+    assert sent and all(row["ratio"] == 1.0 for row in sent), sent
     one, two = evaluations(tmp_path / "one"), evaluations(tmp_path / "two")
     for field in ("val_accuracy", "val_format_rate", "val_response_tokens", "val_problems"):
         assert [line[field] for line in one] == [line[field] for line in two]
@@ -153,9 +161,8 @@ def test_epochs_give_the_steps(base, tmp_path):
     assert 2.5 * tokens / 512 <= steps <= 2.5 * tokens / 512 / 0.7 + 1
 
 
-def nudge(mesh, zero):
+def nudge(mesh, config):
     """A hundred AdamW steps at lr 1e-6 with one-signed gradients of a model that computes in bfloat16."""
-    config = replace(nudge.config, parallel=ParallelConfig(zero=zero))
     parts = build_model(config, mesh)
     for _ in range(100):
         for parameter in parts.strategy.parameters:
@@ -169,8 +176,8 @@ def nudge(mesh, zero):
 def test_steps_of_a_millionth_move_weights_under_bfloat16(base, tmp_path, zero):
     """A weight of 1.0 in bfloat16 would stay: its neighbours are 0.004 away. Weights are float32, sharded ones too."""
     changes = ["dtype=bfloat16", "optimizer.lr=1e-6", f"parallel.zero={zero}"]
-    nudge.config = with_checkpoint(sft_config(base, tmp_path, *changes))
-    results = pool_of(2).run(nudge, zero) if zero else [nudge(init_mesh("cpu"), 0)]
+    config = with_checkpoint(sft_config(base, tmp_path, *changes))
+    results = pool_of(2).run(nudge, config) if zero else [nudge(init_mesh("cpu"), config)]
     for parameters in results:
         norm = parameters["norm.weight"]
         torch.testing.assert_close(norm, torch.full_like(norm, 1.0 - 1e-4), rtol=0.0, atol=2e-6)
