@@ -26,10 +26,18 @@ def same_answer(given: str, truth: str) -> bool | None:
     """Whether a model's answer is the true one; None when undecided here."""
     if len(given) > MAX_ANSWER_CHARS or len(truth) > MAX_ANSWER_CHARS:
         return given.strip() == truth.strip()
-    given, truth = clean(given), clean(truth)
+    given, truth = exact_side(clean(given)), exact_side(clean(truth))
     if not given or not truth:
         return False
     return compare(given, truth, 0)
+
+
+def exact_side(text: str) -> str:
+    """Of "a = exact \\approx rounded" what is exact; of "x \\approx 3.1" the number, for want of another."""
+    left, sign, right = text.partition("\\approx")
+    if not sign or not left.strip() or not right.strip():
+        return text
+    return right.strip() if is_name(left.strip()) else left.strip()
 
 
 def compare(given: str, truth: str, depth: int) -> bool | None:
@@ -44,6 +52,8 @@ def compare(given: str, truth: str, depth: int) -> bool | None:
         if not ours.kind == theirs.kind == "single":
             return compare_structures(ours, theirs, depth + 1)
         given, truth = ours.items[0], theirs.items[0]
+        if words_of(given) == words_of(truth):
+            return True
     return compare_values(given, truth)
 
 
@@ -66,9 +76,11 @@ def compare_structures(given: Structure, truth: Structure, depth: int) -> bool |
         in_order = given.kind in ("tuple", "matrix", "single")
         return (compare_in_order if in_order else compare_in_any_order)(given.items, truth.items, depth)
     kinds = {given.kind, truth.kind}
+    if kinds == {"list", "single"}:
+        return compare_repeated(given.items, truth.items, depth)
     if len(given.items) != len(truth.items):
         return False
-    if kinds == {"list", "set"}:
+    if kinds in ({"list", "set"}, {"list", "union"}):
         return compare_in_any_order(given.items, truth.items, depth)
     if kinds == {"list", "tuple"} and "()" in (given.mark, truth.mark):
         return compare_in_order(given.items, truth.items, depth)  # brackets left out
@@ -79,6 +91,12 @@ def compare_structures(given: Structure, truth: Structure, depth: int) -> bool |
 
 def compare_in_order(given: tuple[str, ...], truth: tuple[str, ...], depth: int) -> bool | None:
     verdicts = [compare(a, b, depth) for a, b in zip(given, truth, strict=True)]
+    return False if False in verdicts else None if None in verdicts else True
+
+
+def compare_repeated(given: tuple[str, ...], truth: tuple[str, ...], depth: int) -> bool | None:
+    """A list against one value: only when all its items are that value, "5/2 or 2.5", is it no hedge."""
+    verdicts = [compare(a, b, depth) for a in given for b in truth]
     return False if False in verdicts else None if None in verdicts else True
 
 

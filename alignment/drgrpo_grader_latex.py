@@ -262,6 +262,8 @@ class Parser:
             elif self.is_sign("^") and power is None:
                 self.take()
                 power = self.exponent(depth + 1)
+        if power == ("neg", ("num", Fraction(1))) and name in ("sin", "cos", "tan"):
+            name, power = f"arc{name}", None  # sin^{-1} is the inverse function by custom
         argument = self.function_argument(depth)
         tree: Tree = ("fn", name, argument) if base is None else ("fn", name, argument, base)
         return tree if power is None else ("pow", tree, power)

@@ -26,6 +26,10 @@ DIVISION = re.compile(
     rf"|(?P<c>{PLAIN})\s?/\s?(?P<d>[+-]?(?:{PLAIN})))\s?(?P<tail>%)?"
 )
 
+REPEATING = re.compile(
+    rf"(?P<sign>{SIGN})(?P<digits>\d*\.\d*)\\(?:overline|bar)\s?\{{?\s?(?P<repeated>\d+)\s?\}}?\s?(?P<tail>%)?"
+)
+
 
 @dataclass(frozen=True)
 class Rational:
@@ -45,7 +49,18 @@ def parse_rational(text: str) -> Rational | None:
     if match is not None:
         return number_of(match)
     match = DIVISION.fullmatch(text)
-    return None if match is None else division_of(match)
+    if match is not None:
+        return division_of(match)
+    match = REPEATING.fullmatch(text)
+    return None if match is None else repeating_of(match)
+
+
+def repeating_of(match: re.Match) -> Rational:
+    """0.1\\overline{6} is 1/6: the digits repeat for ever."""
+    digits, repeated = match["digits"], match["repeated"]
+    decimals = len(digits.partition(".")[2])
+    value = plain_value(digits) + Fraction(int(repeated), 10**decimals * (10 ** len(repeated) - 1))
+    return Rational(-value if match["sign"].strip() == "-" else value, match["tail"] == "%")
 
 
 def number_of(match: re.Match) -> Rational | None:

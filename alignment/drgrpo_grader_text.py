@@ -12,7 +12,17 @@ UNICODE = {
     **dict.fromkeys("−–—‐‑‒﹣－", "-"),
     **{"×": "\\times ", "÷": "/", "·": "\\cdot ", "⋅": "\\cdot ", "∙": "\\cdot ", "∗": "*", "⁄": "/", "∕": "/"},
     **{"√": "\\sqrt ", "π": "\\pi ", "∞": "\\infty ", "∪": "\\cup ", "∩": "\\cap ", "∅": "\\emptyset "},
-    **{"≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "±": "\\pm ", "∈": "\\in ", "°": "^\\circ ", "′": "'", "’": "'"},
+    **{
+        "≤": "\\le ",
+        "≥": "\\ge ",
+        "≠": "\\ne ",
+        "≈": "\\approx ",
+        "±": "\\pm ",
+        "∈": "\\in ",
+        "°": "^\\circ ",
+        "′": "'",
+        "’": "'",
+    },
     **{"θ": "\\theta ", "α": "\\alpha ", "β": "\\beta ", "λ": "\\lambda ", "“": '"', "”": '"', "\u00a0": " "},
     **{"\u2009": "\\,", "\u202f": "\\,", "，": ",", "．": ".", "％": "%", "（": "(", "）": ")"},
 }
@@ -26,6 +36,7 @@ SCRIPT_RUNS = [
 ]
 TABLE = str.maketrans(UNICODE | {mark: f" {value} " for mark, value in VULGAR.items()})
 THIN_THOUSANDS = re.compile(r"(?<=\d)(?:\\,|\\!|\{,\}|,\\!)(?=\d{3}(?!\d))")
+SPACED_THOUSANDS = re.compile(r"[-+]?\d{1,3}(?: \d{3})+(?:\.\d+)?")
 SPACES = re.compile(r"\\[,;:! ]|~|\\q?quad(?![A-Za-z])|\\(?:displaystyle|textstyle|limits)(?![A-Za-z])")
 SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\.?")
 FRACTIONS = re.compile(r"\\[dtc]frac(?![A-Za-z])")
@@ -38,6 +49,7 @@ OPENINGS = re.compile(
     r"(?=[\s\d$(\[{\\+.-]|$)",
     re.IGNORECASE,
 )
+WORD_SPACES = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
 PERCENT = re.compile(r"\s?\bper\s?cent\b")
 PAIRS = [("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("`", "`"), ('"', '"')]
 PAIRS += [("__", "__"), ("*", "*")]
@@ -57,7 +69,8 @@ def clean(text: str) -> str:
     text = DEGREES.sub(" ", text).replace("\\$", "$").replace("\\%", "%").replace("\\&", "&")
     text = text.replace("\\varnothing", "\\emptyset").replace("\\{\\}", "\\emptyset")
     text = PERCENT.sub("%", text)
-    return " ".join(strip_pairs(drop_opening(text)).split())
+    text = " ".join(strip_pairs(drop_opening(text)).split())
+    return text.replace(" ", "") if SPACED_THOUSANDS.fullmatch(text) else text
 
 
 def strip_pairs(text: str) -> str:
@@ -88,5 +101,5 @@ def drop_opening(text: str) -> str:
 
 
 def words_of(text: str) -> str:
-    """For comparison as text: lower case, no spaces, no braces, no quotes."""
-    return re.sub(r"[\s{}'\"]+", "", text).casefold()
+    """For comparison as text: lower case, no braces, no quotes, no spaces but those between digits."""
+    return WORD_SPACES.sub("", re.sub(r"[{}'\"]+", "", text)).casefold()

@@ -4,6 +4,13 @@ EQUAL and DIFFERENT hold (given, truth); RESPONSES hold (mode, response, truth, 
 """
 
 NUMBERS = [
+    ("0.\\overline{3}", "1/3"),
+    ("0.1\\overline{6}", "\\frac{1}{6}"),
+    ("-1.\\overline{36}", "-15/11"),
+    ("0.\\overline{9}", "1"),
+    ("10 000", "10000"),
+    ("1 234 567.5", "1234567.5"),
+    ("\\$32,\\!348", "32348"),
     ("72", "72"),
     ("072", "72"),
     ("+72", "72"),
@@ -150,6 +157,11 @@ UNITS = [
     ("6\\ \\mathrm{m/s}", "6"),
 ]
 EXPRESSIONS = [
+    ("\\sin^{-1}(1/2)", "\\pi/6"),
+    ("e^{i\\pi}", "-1"),
+    ("\\log_{2}{8}", "3"),
+    ("\\ln|x|", "\\ln |x|"),
+    ("2\\pi i", "2i\\pi"),
     ("x^2-1", "(x-1)(x+1)"),
     ("(x+1)^2", "x^2+2x+1"),
     ("2x+3y", "3y+2x"),
@@ -218,6 +230,12 @@ EXPRESSIONS = [
     ("\\tan\\frac{\\pi}{4}", "1"),
 ]
 STRUCTURES = [
+    ("x<-2 \\text{ or } x>3", "(-\\infty,-2)\\cup(3,\\infty)"),
+    ("5/2 or 2.5", "2.5"),
+    ("\\sqrt{2} \\approx 1.414", "\\sqrt{2}"),
+    ("x \\approx 3.14", "3.14"),
+    ("x \\in \\mathbb{R}", "\\mathbb{R}"),
+    ("2x - y + 1 = 0", "y = 2x + 1"),
     ("(1,2)", "(1, 2)"),
     ("( 1 , 2 )", "(1,2)"),
     ("(0.5, 3)", "(\\frac12, 3)"),
@@ -289,6 +307,15 @@ WORDS = [
 EQUAL = NUMBERS + WRAPPED + UNITS + EXPRESSIONS + STRUCTURES + WORDS
 
 DIFFERENT = [
+    ("10 00", "1000"),
+    ("72, 72, 5", "72"),
+    ("0.\\overline{3}", "0.3"),
+    ("1.414 \\approx \\sqrt{2}", "\\sqrt{2}"),
+    ("\\sin^{-1}(1/2)", "2"),
+    ("72 (or 5)", "72"),
+    ("72 or seventy three", "72"),
+    ("y = 5", "x = 5"),
+    ("x<-2 \\text{ or } x>3", "(-2,3)"),
     ("7", "-7"),
     ("72", "73"),
     ("5", "72"),
