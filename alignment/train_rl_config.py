@@ -54,9 +54,10 @@ class TrainRlConfig:
     min_p: float = 0.0
     micro_batch_tokens: int = 16_384  # padded tokens that a rank takes through the model at once
     evaluate_every: int = 10  # batches; also before the first and after the last
+    evaluate_samples: int = 1  # of each held-out problem at `temperature`, beside its greedy answer
     log_completions: int = 16  # of a batch, in completions.jsonl
     train_data: list[DatasetConfig] = field(default_factory=list)  # all their problems, shuffled together each epoch
-    held_out_data: DatasetConfig = "???"  # evaluated with temperature 0
+    held_out_data: DatasetConfig = "???"
     grader_workers: int = 0  # processes that decide LaTeX which the exact rules leave open; 0: it counts as wrong
     prompt: PromptConfig = field(default_factory=lambda: PromptConfig("r1_short"))
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
@@ -84,6 +85,10 @@ class TrainRlConfig:
         if self.prompts_per_batch % self.updates_per_batch:
             raise UserError(
                 f"updates_per_batch={self.updates_per_batch} must divide prompts_per_batch={self.prompts_per_batch}"
+            )
+        if self.evaluate_samples < 0:
+            raise UserError(
+                f"evaluate_samples={self.evaluate_samples} must not be negative; use 0 for greedy answers alone"
             )
         if self.rollout_ranks < 0:
             raise UserError(f"rollout_ranks={self.rollout_ranks} must not be negative; use 0 for ranks that do both")

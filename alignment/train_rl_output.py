@@ -1,5 +1,6 @@
 """What a run of train_rl shows on the terminal, on rank 0."""
 
+import math
 from typing import Any
 
 from rich.console import Console
@@ -46,7 +47,7 @@ def print_held_out(run: RlRun, result: HeldOut) -> None:
     print(
         f"batch {run.batch}/{run.config.num_batches}  held-out accuracy {fields['val_accuracy']:.3f} "
         f"({fields['val_accuracy_low']:.3f} to {fields['val_accuracy_high']:.3f}, {result.problems} problems), "
-        f"format {fields['val_format_rate']:.3f}",
+        f"sampled {fields.get('val_pass_at_1', math.nan):.3f}, format {fields['val_format_rate']:.3f}",
         flush=True,
     )
 
@@ -61,10 +62,12 @@ def print_finish(run: RlRun, state: str) -> None:
         print(f"stopped and saved after batch {run.batch} of {run.config.num_batches}; the same command continues")
     lines = [line for line in files.metrics if "val_accuracy" in line]
     if lines:
-        told = [
-            f"{line['val_accuracy']:.3f} ({line['val_accuracy_low']:.3f} to {line['val_accuracy_high']:.3f})"
-            for line in (lines[0], lines[-1])
-        ]
-        print(f"held-out accuracy {told[0]} at step {lines[0]['step']}, {told[1]} at step {lines[-1]['step']}")
+        for name, label in (("val_accuracy", "greedy"), ("val_pass_at_1", "sampled")):
+            told = [
+                f"{line[name]:.3f} ({line[name + '_low']:.3f} to {line[name + '_high']:.3f}) at step {line['step']}"
+                for line in (lines[0], lines[-1])
+                if name in line
+            ]
+            print(f"held-out accuracy, {label}: {', '.join(told)}")
     print(f"run directory   {run.run_dir.path}")
     print(f"report          {run.run_dir.path / 'report.html'}")

@@ -40,16 +40,16 @@ class Plan:
     seeds: tuple[int, ...] = (1, 2, 3)
     groups: tuple[int, ...] = (4, 16)  # beside 8, with the first seed
     held_out: int = 500
-    sft_steps: int = 60
+    sft_steps: int = 40
     batches: int = 100
-    prompts: int = 64
+    prompts: int = 32
     max_new_tokens: int = 160
     seq_len: int = 512  # of fine-tuning's packed rows
     sft_tokens: int = 32_768  # of a step
     sft_lr: float = 3e-4
     rl_lr: float = 3e-5
-    sft_s: float = 60.0
-    rl_s: float = 200.0
+    sft_s: float = 40.0
+    rl_s: float = 80.0
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -84,7 +84,7 @@ def sft_run(plan: Plan, seed: int) -> Run:
         f"data.seq_len={plan.seq_len}", f"optimizer.lr={plan.sft_lr}",
         "schedule.warmup_steps=5", "prompt.template=r1_short", f"generation.problems={plan.held_out}",
         f"generation.max_new_tokens={plan.max_new_tokens}", f"checkpoint.every_steps={plan.sft_steps}",
-        f"train_data=[{data_of(plan, 'train', 12_000, seed)}]",
+        f"train_data=[{data_of(plan, 'train', 6_000, seed)}]",
         f"held_out_data={data_of(plan, 'held_out', plan.held_out, 99)}",
     ]  # fmt: skip
     return Run(f"sft_{seed}", script("alignment.sft", *overrides), {"seed": seed})
@@ -99,7 +99,7 @@ def rl_run(plan: Plan, seed: int, algorithm: str, group_size: int) -> Run:
         f"max_time_s={plan.rl_s}", f"prompts_per_batch={plan.prompts * 8 // group_size}", f"group_size={group_size}",
         f"max_new_tokens={plan.max_new_tokens}", f"optimizer.lr={plan.rl_lr}", "schedule.warmup_steps=5",
         "micro_batch_tokens=32768", "rollout.max_running=256", "rollout.memory_fraction=0.05", "evaluate_every=10",
-        "checkpoint.every_steps=1000", "prompt.template=r1_short",
+        "checkpoint.every_steps=1000", "prompt.template=r1_short", "log_completions=8",
         f"train_data=[{data_of(plan, 'train', 6_000, 50 + seed)}]",
         f"held_out_data={data_of(plan, 'held_out', plan.held_out, 99)}",
     ]  # fmt: skip
@@ -154,8 +154,9 @@ def rl_row(plan: Plan, run: Run) -> dict[str, Any] | None:
         return None
     late = batches[1:] or batches
     row = {"run": run.name, **run.facts, "batches": batches[-1]["batch"], "evaluated_at": lines[-1]["step"]}
-    row |= {"sft": lines[0]["val_accuracy"], "rl": lines[-1]["val_accuracy"], "problems": lines[-1]["val_problems"]}
-    row |= {"curve": [(line["step"], line["val_accuracy"]) for line in lines]}
+    for kind, name in (("", "val_accuracy"), ("_sampled", "val_pass_at_1")):
+        row |= {f"sft{kind}": lines[0][name], f"rl{kind}": lines[-1][name]}
+        row |= {f"curve{kind}": [(line["step"], line[name]) for line in lines]}
     row |= {"reward_first": batches[0]["reward"], "reward_last": batches[-1]["reward"]}
     row |= {"tokens_first": batches[0]["response_tokens"], "tokens_last": batches[-1]["response_tokens"]}
     row |= {name: sum(line[name] for line in late) / len(late) for name in (*SPLIT, "tokens_per_s")}
@@ -172,34 +173,42 @@ def summarise(plan: Plan, runs: list[Run]) -> dict[str, Any]:
     for algorithm in ("grpo", "dr_grpo"):
         own = [row for row in rows if row["algorithm"] == algorithm and row["group_size"] == 8]
         if own:
-            before, after = [row["sft"] for row in own], [row["rl"] for row in own]
-            found["algorithms"][algorithm] = {
-                "seeds": len(own),
-                "sft": pooled_interval(before, plan.held_out),
-                "rl": pooled_interval(after, plan.held_out),
-                "gain_over_seeds": mean_interval([b - a for a, b in zip(before, after, strict=True)]),
-                "gain_over_problems": difference_interval(before, after, plan.held_out),
-            }
+            found["algorithms"][algorithm] = {kind: gains(plan, own, kind) for kind in ("", "_sampled")}
     return found
+
+
+def gains(plan: Plan, rows: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+    """Of greedy (kind "") or sampled ("_sampled") answers: shares before and after, the gain, with intervals."""
+    before, after = [row[f"sft{kind}"] for row in rows], [row[f"rl{kind}"] for row in rows]
+    return {
+        "seeds": len(rows),
+        "sft": pooled_interval(before, plan.held_out),
+        "rl": pooled_interval(after, plan.held_out),
+        "gain_over_seeds": mean_interval([b - a for a, b in zip(before, after, strict=True)]),
+        "gain_over_problems": difference_interval(before, after, plan.held_out),
+    }
 
 
 def print_table(found: dict[str, Any]) -> None:
     print(
-        f"{'run':18} {'batches':>7} {'SFT':>6} {'RL':>6} {'reward':>13} {'batch s':>8} {'rollout':>8} {'tokens/s':>9}"
+        f"{'run':18} {'batches':>7} {'greedy':>16} {'sampled':>16} {'reward':>13} {'batch s':>8} {'rollout':>8} tok/s"
     )
     for row in found["rows"]:
+        pairs = [f"{row[f'sft{kind}']:.3f} -> {row[f'rl{kind}']:.3f}" for kind in ("", "_sampled")]
         reward = f"{row['reward_first']:.2f} -> {row['reward_last']:.2f}"
         print(
-            f"{row['run']:18} {row['batches']:7d} {row['sft']:6.3f} {row['rl']:6.3f} {reward:>13} "
-            f"{row['step_time_s']:8.2f} {row['rollout_share']:8.0%} {row['tokens_per_s']:9,.0f}"
+            f"{row['run']:18} {row['batches']:7d} {pairs[0]:>16} {pairs[1]:>16} {reward:>13} {row['step_time_s']:8.2f} "
+            f"{row['rollout_share']:8.0%} {row['tokens_per_s']:8,.0f}"
         )
-    for name, own in found["algorithms"].items():
-        gain, spread = own["gain_over_problems"], own["gain_over_seeds"]
-        print(
-            f"{name}: base {found['base']}, SFT {own['sft'][0]:.3f} ({own['sft'][1]:.3f} to {own['sft'][2]:.3f}), RL "
-            f"{own['rl'][0]:.3f} ({own['rl'][1]:.3f} to {own['rl'][2]:.3f}); gain {gain[0]:+.3f} ({gain[1]:+.3f} to "
-            f"{gain[2]:+.3f}), over {own['seeds']} seeds {spread[1]:+.3f} to {spread[2]:+.3f}"
-        )
+    for name, kinds in found["algorithms"].items():
+        for kind, own in kinds.items():
+            gain, spread = own["gain_over_problems"], own["gain_over_seeds"]
+            print(
+                f"{name}, {'sampled' if kind else 'greedy'}: base {found['base']}, SFT {own['sft'][0]:.3f} "
+                f"({own['sft'][1]:.3f} to {own['sft'][2]:.3f}), RL {own['rl'][0]:.3f} ({own['rl'][1]:.3f} to "
+                f"{own['rl'][2]:.3f}); gain {gain[0]:+.3f} ({gain[1]:+.3f} to {gain[2]:+.3f} over problems, "
+                f"{spread[1]:+.3f} to {spread[2]:+.3f} over {own['seeds']} seeds)"
+            )
 
 
 def parse_plan() -> tuple[Plan, Pretraining]:

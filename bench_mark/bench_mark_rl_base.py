@@ -19,7 +19,7 @@ class Pretraining:
     model: str = "mew-12m"
     problems: int = 60_000
     tokens: int = 65_536
-    seconds: float = 60.0
+    seconds: float = 40.0
 
 
 def write_corpus(directory: Path, level: str, count: int) -> None:

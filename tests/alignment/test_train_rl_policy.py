@@ -213,7 +213,9 @@ def test_weights_are_float32_under_a_bfloat16_policy(tmp_path, mesh):
         parameter.grad = torch.ones_like(parameter)
         run.training.parts.optimizer.step()
     assert parameter.dtype == torch.float32
-    assert parameter.detach().tolist() == pytest.approx([1.0 - 1e-4] * len(parameter), abs=1e-6)
+    assert parameter.detach().tolist() == pytest.approx(
+        [1.0 - 1e-4] * len(parameter), abs=5e-6
+    )  # 100 roundings of 6e-8
 
 
 def test_the_trainer_applies_the_samplers_temperature(tmp_path, mesh):
