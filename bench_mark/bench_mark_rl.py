@@ -68,7 +68,7 @@ class Run:
 
 def script(module: str, *overrides: str) -> list[str]:
     """A script of ours in a process of its own, with as few threads as side by side allow."""
-    return ["env", "OMP_NUM_THREADS=2", sys.executable, "-m", module, *overrides]
+    return ["env", "OMP_NUM_THREADS=2", sys.executable, "-u", "-m", module, *overrides]
 
 
 def data_of(plan: Plan, split: str, size: int, seed: int) -> str:

@@ -1,4 +1,4 @@
-"""The policy's batches, log-probs and gradients against single rows and closed forms (the post-training table of PARITY)."""
+"""The policy's batches, log-probs and gradients against single rows and closed forms (PARITY, post-training)."""
 
 import math
 from dataclasses import replace
