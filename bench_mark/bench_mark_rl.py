@@ -47,7 +47,7 @@ class Plan:
     seq_len: int = 512  # of fine-tuning's packed rows
     sft_tokens: int = 32_768  # of a step
     sft_lr: float = 3e-4
-    rl_lr: float = 3e-5
+    rl_lr: float = 2e-5
     sft_s: float = 40.0
     rl_s: float = 80.0
     notes: list[str] = field(default_factory=list)
