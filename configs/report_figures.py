@@ -75,6 +75,9 @@ SIMPLE = [
     single("grad_norm", "Gradient norm", "Before clipping; spikes come ahead of trouble.", "norm", log_y=True),
     single("tokens_per_s", "Throughput", "Without validation and checkpoints.", "tokens / s", from_zero=True),
     single("mfu", "Model FLOPs utilisation", "Of the device's dense peak.", "MFU", from_zero=True),
+    single("val_accuracy", "Held-out accuracy", "Answers that are right and well formed.", "share", from_zero=True),
+    single("val_format_rate", "Well-formed answers", "Right or wrong.", "share", from_zero=True),
+    single("val_response_tokens", "Length of answers", "A mean over the problems.", "tokens", from_zero=True),
 ]
 
 
