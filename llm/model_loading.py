@@ -16,6 +16,7 @@ from llm.checkpoint import copy_model_tensors, load_checkpoint
 from llm.checkpoint_pieces import MODEL_PREFIX
 from llm.lora import LoraConfig, merge
 from llm.transformer import Transformer
+from llm.transformer_init import transformer_on_meta
 from parallel.sharded_checkpoint_manifest import find_checkpoint
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -56,6 +57,17 @@ def load_model(
     path = Path(path)
     tensors, state = load_checkpoint(path, prefix=MODEL_PREFIX)
     tensors = merge(tensors, load_config(LoraConfig, state["config"].get("lora") or {}))
-    model = Transformer(load_config(ModelConfig, state["config"]["model"]))
+    model = empty_model(load_config(ModelConfig, state["config"]["model"]), device, dtype)
     copy_model_tensors(model, tensors)
-    return model.to(device=device, dtype=dtype).eval(), Tokenizer.load(path), state
+    return model.eval(), Tokenizer.load(path), state
+
+
+def empty_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Transformer:
+    """Parameters where they will be used and in their dtype, unwritten: no float32 copy of a large one on the host."""
+    model = transformer_on_meta(config).to(dtype)
+    rope, model.rope = model.rope, None  # its table is numbers already, which to_empty would drop
+    model.to_empty(device=device)
+    model.rope = rope.to(device)
+    if config.tie_embeddings:
+        model.output.weight = model.embedding.weight
+    return model

@@ -419,3 +419,16 @@ def test_a_checkpoint_in_pieces_exports_as_the_whole_one(tmp_path, tokenizer_fil
     assert names == sorted(file.name for file in parts.iterdir())
     for name in names:
         assert (whole / name).read_bytes() == (parts / name).read_bytes()
+
+
+@pytest.mark.parametrize("family", ["smollm", "qwen2", "qwen3_moe"])
+def test_a_model_loads_straight_into_bfloat16(family, tmp_path, tokenizer_files, ids):
+    saved(family, tmp_path / "theirs", tokenizer_files)
+    checkpoint = imported(tmp_path / "theirs", tmp_path / "run")
+    wide, _, _ = load_model(checkpoint, torch.device("cpu"))
+    narrow, _, _ = load_model(checkpoint, torch.device("cpu"), torch.bfloat16)
+    expected = wide.to(torch.bfloat16)
+    assert all(parameter.dtype == torch.bfloat16 for parameter in narrow.parameters())
+    assert (narrow.output.weight is narrow.embedding.weight) == narrow.config.tie_embeddings
+    with torch.inference_mode():
+        assert torch.equal(narrow(ids), expected(ids))
