@@ -43,8 +43,11 @@ AGREEMENT = {"float32": 1e-4, "bfloat16": 2e-2}  # of sums of squares: their rel
 
 def measure(setup: Setup, names: list[str], steps: int, warmup: int) -> list[Contestant]:
     """Build all, then alternate between them; a step ends when the device has done it."""
-    mesh = setup.mesh
-    contestants = [build(name, setup) for name in names]
+    mesh, contestants = setup.mesh, []
+    for name in names:
+        contestants.append(build(name, setup))
+        if mesh.is_main:  # the first steps of some take long
+            print(f"built {name}", flush=True)
     for number in range(warmup + steps):
         for contestant in contestants:
             barrier(mesh, "world")

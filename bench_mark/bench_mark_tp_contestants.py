@@ -5,8 +5,10 @@ weights; its norms stay plain tensors, as in ours, which spares it their dispatc
 part and sends nothing: what a step would take if crossings were free.
 """
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +17,6 @@ from llm.args import DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from llm.parallelize_tensor import apply_tensor
 from llm.transformer import Transformer
 from llm.transformer_context import make_context
-from llm.transformer_init import initialise
 from llm.transformer_layers import Linear
 from parallel.collectives import all_reduce_sum
 from parallel.mesh import Mesh
@@ -34,6 +35,15 @@ class Setup:
     mesh: Mesh
     dtype: str
     compile: bool
+
+    @cached_property
+    def initial(self) -> Transformer:
+        """The weights that all start from, drawn on the device; the vocabulary plays no part."""
+        return draw(self.model, self.mesh.device)
+
+    @cached_property
+    def initial_part(self) -> Transformer:
+        return draw(part_of(self.model, self.mesh.size("tp")), self.mesh.device)
 
     def parallel(self, name: str) -> ParallelConfig:
         return ParallelConfig(tp=self.mesh.size("tp"), sequence_parallel="+sp" in name, tp_chunks=CHUNKS.get(name, 1))
@@ -58,10 +68,8 @@ class Contestant:
 
 
 def build(name: str, setup: Setup) -> Contestant:
-    mesh, size = setup.mesh, setup.mesh.size("tp")
-    model = Transformer(part_of(setup.model, size) if name == "bare" else setup.model)
-    initialise(model, seed=1)
-    model.to(mesh.device)
+    mesh = setup.mesh
+    model = copy.deepcopy(setup.initial_part if name == "bare" else setup.initial).to(mesh.device)
     if name.startswith("dtensor"):
         cut_by_dtensor(model, setup, "+sp" in name)
     elif name != "bare":
@@ -95,6 +103,20 @@ def build(name: str, setup: Setup) -> Contestant:
     contestant = Contestant(name, step)
     contestant.results.append(whole_step().item())
     return contestant
+
+
+@torch.no_grad()
+def draw(model: ModelConfig, device: torch.device) -> Transformer:
+    """A Transformer with small random weights, equal on all ranks; drawing a billion by name would take a CPU long."""
+    with torch.device(device):
+        made = Transformer(replace(model, vocab_size=64))
+    generator = torch.Generator(device).manual_seed(1)
+    for param in made.parameters():
+        if param.ndim > 1:
+            param.normal_(std=0.02, generator=generator)
+        else:
+            param.fill_(1.0)
+    return made
 
 
 def part_of(model: ModelConfig, ranks: int) -> ModelConfig:

@@ -21,7 +21,7 @@ from llm.loss import CrossEntropyLoss, FusedCrossEntropyLoss, LossSums
 from llm.loss_vocab import vocab_head
 from llm.optimizer import build_optimizer
 from llm.parallelize_context import ContextShards, apply_context
-from llm.parallelize_pipeline import Pipeline, apply_pipeline, pipeline_strategy
+from llm.parallelize_pipeline import Pipeline, apply_deferral, apply_pipeline, pipeline_strategy
 from llm.parallelize_strategy import Strategy
 from llm.parallelize_tensor import apply_tensor, fill_parts, tensor_strategy
 from llm.transformer_context import make_context
@@ -115,8 +115,9 @@ def parallelize(model: nn.Module, config: TrainConfig, mesh: Mesh) -> Paralleliz
     refuse_unknown(config.parallel)
     apply_kernels(model, config.kernels, mesh.device)
     convert(model, config)
+    deferred = apply_deferral(model, config, mesh)
     tensor_layout = apply_tensor(model, config, mesh)  # before the stages, which then exchange parts of a tied table
-    stages = apply_pipeline(model, config, mesh)
+    stages = apply_pipeline(model, config, mesh, deferred)
     shards = apply_context(model, config, mesh)
     for block in model.blocks.values():
         block.checkpoint = make_checkpoint(config.parallel.activation_checkpointing)

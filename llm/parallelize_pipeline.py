@@ -22,6 +22,7 @@ from llm.loss import LossSums
 from llm.transformer import Transformer
 from llm.transformer_context import BlockContext, make_context
 from llm.transformer_layers import Linear
+from llm.transformer_linear import is_plain
 from parallel.collectives import all_reduce_sum
 from parallel.mesh import Mesh
 from parallel.pipeline_parallel import PipelineRunner, PipelineSettings, StageFunction
@@ -57,13 +58,16 @@ def check_pipeline(config: TrainConfig) -> None:
     build_schedule(parallel.pp_schedule, parallel.pp, 1, parallel.pp_chunks)
     if parallel.ep > 1:
         raise UserError(f"parallel.ep={parallel.ep} with parallel.pp={parallel.pp} is not implemented yet; use ep=1")
-    if parallel.tp > 1 and parallel.pp_schedule == "zero_bubble":
+    if parallel.tp_chunks > 1 and parallel.pp_schedule == "zero_bubble":
         raise UserError(
-            f"parallel.pp_schedule=zero_bubble takes the seam in which parallel.tp={parallel.tp} cuts products; "
-            f"use 1f1b, or parallel.tp=1"
+            f"parallel.tp_chunks={parallel.tp_chunks} makes weight gradients chunk by chunk, and "
+            f"parallel.pp_schedule=zero_bubble puts them aside; use parallel.tp_chunks=1, or 1f1b"
         )
     if parallel.zero > 1:
-        raise UserError(f"parallel.zero={parallel.zero} with parallel.pp={parallel.pp} is not there; use zero=0 or 1")
+        raise UserError(
+            f"parallel.zero={parallel.zero} gathers blocks in the order of one micro-batch's passes, which "
+            f"parallel.pp={parallel.pp} mixes; use parallel.zero=1, which shards the optimizer's state, or pp=1"
+        )
     if config.compile == "model":
         raise UserError(f"compile=model sees no whole model under parallel.pp={parallel.pp}; use compile=block")
     if kernels.cuda_graph:
@@ -139,8 +143,13 @@ def fill_module(module: nn.Module, prefix: str, parameters: dict[str, Tensor]) -
                 inner._parameters[name] = nn.Parameter(parameters[full], requires_grad=False)
 
 
-def apply_pipeline(model: Transformer, config: TrainConfig, mesh: Mesh) -> PipelineLayout | None:
-    """Leave of the model what this rank's stages need, in place; None where the pp axis has one rank."""
+def apply_pipeline(
+    model: Transformer, config: TrainConfig, mesh: Mesh, deferred: DeferredGradients | None = None
+) -> PipelineLayout | None:
+    """Leave of the model what this rank's stages need, in place; None where the pp axis has one rank.
+
+    `deferred` is what apply_deferral made.
+    """
     if not mesh.is_active("pp"):
         return None
     check_pipeline(config)
@@ -162,7 +171,6 @@ def apply_pipeline(model: Transformer, config: TrainConfig, mesh: Mesh) -> Pipel
             missing[name] = take_out(model, name)
     alone = [name for name in model._parameters if owner[layers + 1] != rank]
     missing_parameters = {name: model._parameters.pop(name) for name in alone}
-    deferred = defer_gradients(model, config) if parallel.pp_schedule == "zero_bubble" else None
     own = {stage: part for stage, part in enumerate(pieces) if stage % ranks == rank}
     return PipelineLayout(
         model, mesh, settings, own, held, missing, missing_parameters, tied, boundary_dtype, deferred,
@@ -196,11 +204,21 @@ def tie_over_ranks(model: Transformer, mesh: Mesh) -> TiedTable:
     return TiedTable(mesh, "pp", table if mesh.rank_in("pp") == 0 else None, copied)
 
 
-def defer_gradients(model: Transformer, config: TrainConfig) -> DeferredGradients:
-    """Weight gradients of the blocks' linear layers wait for W; the head's too, unless its loss is fused with it."""
+def apply_deferral(model: Transformer, config: TrainConfig, mesh: Mesh) -> DeferredGradients | None:
+    """Weight gradients of linear layers wait for zero-bubble's W, the head's too unless its loss is fused with it.
+
+    Applied before tensor parallelism, whose crossings then lie around the split products.
+    """
+    if not mesh.is_active("pp") or config.parallel.pp_schedule != "zero_bubble":
+        return None
     deferred = DeferredGradients()
     for name, module in model.named_modules():
         if isinstance(module, Linear) and not (name == "output" and config.kernels.uses("loss")):
+            if not is_plain(module.matmul):
+                raise UserError(
+                    f"parallel.pp_schedule=zero_bubble splits plain products, and that of {name} has been swapped "
+                    f"(LoRA, FP8); use parallel.pp_schedule=1f1b"
+                )
             module.matmul = deferred.matmul
     return deferred
 

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+TOGETHER = 7  # weights of a block
+
 Kept = list[tuple[Tensor, Tensor, Tensor]]  # weight, rows (N, in), gradients (N, out)
 
 
@@ -40,17 +42,31 @@ class DeferredGradients:
 
     @torch.no_grad()
     def run(self, key: Hashable) -> None:
-        """Add the weight gradients that `key` left; parameters get them in the order of its backward pass."""
+        """Add the weight gradients that `key` left to those of the parameters."""
         kept = self.waiting.pop(key)
         if kept is self.current:  # or the last micro-batch's factors would live until the next one's backward pass
             self.current = None
         kept.reverse()
         while kept:
-            weight, rows, gradients = kept.pop()
-            product = torch.mm(gradients.t(), rows).to(weight.dtype)  # (out, in)
+            # A few at a time: a call of autograd costs the host as much as several products, but all of a stage's
+            # gradients at once would need as much memory again as they have.
+            weights, products = [], []
+            while kept and len(weights) < TOGETHER:
+                weight, rows, gradients = kept.pop()
+                products.append(product(gradients.t(), rows, weight.dtype))  # (out, in)
+                weights.append(weight)
             with torch.enable_grad():
-                leaf = weight.view_as(weight)
-            torch.autograd.backward(leaf, product)
+                leaves = [weight.view_as(weight) for weight in weights]
+            torch.autograd.backward(leaves, products)
+
+
+def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a b in `dtype`; on a GPU a float32 result of 16-bit factors is written without rounding or a pass between."""
+    if a.dtype == dtype:
+        return torch.mm(a, b)
+    if a.is_cuda and dtype == torch.float32:
+        return torch.ops.aten.mm.dtype(a, b, dtype)
+    return torch.mm(a, b).to(dtype)
 
 
 class DeferredLinear(torch.autograd.Function):

@@ -69,6 +69,7 @@ CASES = {
     "zero-bubble": config_of(16, 4, pp=2, pp_schedule="zero_bubble"),
     "pp with zero 1": config_of(16, 4, pp=2, dp=2, zero=1),
     "tp and pp": config_of(16, 4, tp=2, pp=2),
+    "tp and zero-bubble": config_of(16, 4, tp=2, pp=2, pp_schedule="zero_bubble"),
 }
 
 

@@ -67,8 +67,8 @@ def test_a_deferred_weight_gradient_is_the_weight_gradient(bias):
 @pytest.mark.parametrize(
     ("parallel", "message"),
     [
-        ({"pp": 2, "zero": 3}, "parallel.zero=3 with parallel.pp=2"),
-        ({"pp": 2, "tp": 2, "pp_schedule": "zero_bubble"}, "takes the seam in which parallel.tp=2"),
+        ({"pp": 2, "zero": 3}, "parallel.zero=3 gathers blocks in the order .* use parallel.zero=1"),
+        ({"pp": 2, "tp": 2, "tp_chunks": 2, "pp_schedule": "zero_bubble"}, "parallel.tp_chunks=2 makes weight"),
         ({"pp": 5}, "5 stages need as many pieces"),
         ({"pp": 2, "pp_chunks": 2}, "pp_chunks=2 does not fit"),
     ],

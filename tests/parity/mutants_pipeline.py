@@ -54,6 +54,12 @@ PIPELINE_MUTANTS = [
         ZERO_BUBBLE, SGD64, 3,
     ),
     Mutant(
+        "parts' weight gradients of the first micro-batch are missed", f"{RUNNER}.run",
+        "self.deferred.run((step.stage, step.micro_batch))",
+        "step.micro_batch and self.deferred.run((step.stage, step.micro_batch))",
+        "tp=2,pp=2,pp_schedule=zero_bubble", SGD64, 3,
+    ),
+    Mutant(
         "the norm of one rank's stages", f"{STRATEGY}.gradient_norm",
         "all_reduce_sum(own.square(), self.mesh, self.axis)", "own.square()", "pp=2", ADAMW64,
     ),
