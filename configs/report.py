@@ -6,7 +6,7 @@ notes and samples are untrusted text and are escaped. Rebuild it with `python -m
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from configs.report_figures import Figure, build_figures
 from configs.report_numbers import format_quantity, format_ratio, is_within_bounds
 from configs.report_page import POLICY, SCRIPT, STYLE
 from configs.report_profile import Profile, memory_figure, profile_section, read_profile
+from configs.report_rl import FILE_NAME as COMPLETIONS
+from configs.report_rl import completions_section, rl_figures
 from configs.report_samples import Sample, printable, read_samples
 from configs.run_dir import read_json, read_jsonl, write_text_atomic
 
@@ -34,6 +36,7 @@ class RunFiles:
     samples: list[Sample]
     config_text: str
     profile: Profile
+    completions: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def validation(self) -> dict[str, Any]:
@@ -63,7 +66,8 @@ def read_run(run_dir: str | Path) -> RunFiles:
     config = path / "config.yaml"
     config_text = config.read_text(encoding="utf-8") if config.exists() else ""
     metrics, profile = read_jsonl(path / "metrics.jsonl"), read_profile(path)
-    return RunFiles(path, report, metrics, evaluation, read_samples(path), config_text, profile)
+    completions = read_jsonl(path / COMPLETIONS)
+    return RunFiles(path, report, metrics, evaluation, read_samples(path), config_text, profile, completions)
 
 
 def write_report(run_dir: str | Path) -> Path:
@@ -77,13 +81,19 @@ def build_page(run: RunFiles) -> str:
     """The whole page, about 4.8 MB of it the plotting library."""
     from plotly.offline import get_plotlyjs
 
-    figures = build_figures(run.metrics, predicted_memory(run.report), run.loss_by_position)
+    figures = rl_figures(run.metrics)
+    figures += build_figures(run.metrics, predicted_memory(run.report), run.loss_by_position)
     step_memory = memory_figure(run.profile.memory)
     name = escape(run_name(run))
     sections = [header(run), comparison_table(run.report.get("rows", [])), charts(figures)]
     sections.append(profile_section(run.profile, chart(step_memory) if step_memory else ""))
     figures += [step_memory] if step_memory else []
-    sections += [samples_section(run.samples), config_section(run.config_text), footer(run)]
+    sections += [
+        completions_section(run.completions),
+        samples_section(run.samples),
+        config_section(run.config_text),
+        footer(run),
+    ]
     return f"""<!doctype html>
 <html lang="en">
 <head>
