@@ -307,6 +307,9 @@ WORDS = [
 EQUAL = NUMBERS + WRAPPED + UNITS + EXPRESSIONS + STRUCTURES + WORDS
 
 DIFFERENT = [
+    ("-$-5", "5"),
+    ("0.693147180559945", "\\ln 2"),
+    ("0.8414709848", "\\sin 1"),
     ("10 00", "1000"),
     ("72, 72, 5", "72"),
     ("0.\\overline{3}", "0.3"),

@@ -265,6 +265,12 @@ def test_boxes_are_found_with_their_braces():
     assert last_boxed("\\boxed{1} \\boxed{\\boxed{2}}") == "2"
 
 
+def test_number_limits_are_enforced():
+    assert parse_rational("1e400").value == 10**400
+    assert parse_rational("1e401") is None and parse_rational("1e-401") is None
+    assert parse_rational("9" * 400) is not None and parse_rational("9" * 401) is None
+
+
 def test_parser_limits_are_enforced():
     with pytest.raises(NotParsed, match="deeper"):
         parse_expression("(" * (MAX_DEPTH + 1) + "x" + ")" * (MAX_DEPTH + 1))
