@@ -34,12 +34,15 @@ class Engine:
     """Runs requests through one model; see the module's head. `tokenizer` is needed for text and stop strings."""
 
     def __init__(self, model: Transformer, config: EngineConfig, tokenizer: Tokenizer | None = None):
+        config = config.for_device(model.output.weight.device)
         self.model, self.config, self.tokenizer = model, config, tokenizer
         self.runner = EngineRunner(model, config)
         self.pool = PagePool(self.runner.num_pages, config.prefix_sharing)
         self.scheduler = Scheduler(
             self.pool, config.page_size, config.max_running, config.prefill_chunk, self.runner.on_page
         )
+        if self.runner.invariant is not None:
+            self.scheduler.step_tokens = self.runner.invariant.num_rows
         self.weight_version = 0
         self.requests: dict[int, Request] = {}
         self.pending: Launch | None = None  # launched, not read

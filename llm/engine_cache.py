@@ -46,11 +46,13 @@ class DecodeRows:
     """The decoding tokens of a step: one a row, `lens` (B,) int32 tokens each with itself, `tables` (B, P) int32.
 
     max_len: no row is longer, which the host knows where no graph is captured; pages beyond it are not gathered.
+    split_keys: keys a chunk of the decode kernel, fixed in batch-invariant mode.
     """
 
     lens: Tensor
     tables: Tensor
     max_len: int
+    split_keys: int | None = None
 
 
 @dataclass
@@ -112,7 +114,7 @@ class StepCache:
         if self.use_kernels:
             from kernel.flash_attention_triton_decode import DecodeOptions, flash_attention_decode
 
-            options = DecodeOptions(max_length=rows.max_len)
+            options = DecodeOptions(max_length=rows.max_len, split_keys=rows.split_keys)
             pages = self.cache.keys[layer], self.cache.values[layer]
             return flash_attention_decode(q[:, None], *pages, rows.lens, rows.tables, options)[0][:, 0]
         return gathered_decode(q, *self.gather_rows(layer, q.dtype), rows.lens)

@@ -1,6 +1,6 @@
 """What an engine is built with, and how many pages its cache gets."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,8 +12,8 @@ CPU_CACHE_BYTES = 2**30  # at most, where nobody says how many pages
 
 @dataclass
 class EngineConfig:
-    """page_size: tokens a page, a power of two from 16 up where the Triton kernels run.
-
+    """page_size: tokens a page, a power of two from 16 up where the Triton kernels run; only full pages are shared.
+        None: 128 on a GPU, a whole tile of the decode kernel, and 32 elsewhere.
     num_pages: of the cache; None: on a GPU `memory_fraction` of what is free when the engine is made, never more than
         max_running requests of full length could fill; on a CPU at most 1 GiB.
     max_running: requests that share a step. prefill_chunk: prompt tokens a step, beside the decoding ones.
@@ -26,7 +26,7 @@ class EngineConfig:
     max_seq_len: prompt and completion together; None: the model's.
     """
 
-    page_size: int = 32
+    page_size: int | None = None
     num_pages: int | None = None
     memory_fraction: float = 0.8
     max_running: int = 64
@@ -40,11 +40,15 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_positive(
-            page_size=self.page_size, max_running=self.max_running, prefill_chunk=self.prefill_chunk,
+            page_size=self.page_size or 1, max_running=self.max_running, prefill_chunk=self.prefill_chunk,
             num_pages=self.num_pages or 1, max_seq_len=self.max_seq_len or 1, num_ids=self.num_ids or 1,
         )  # fmt: skip
         if not 0.0 < self.memory_fraction <= 1.0:
             raise UserError(f"memory_fraction={self.memory_fraction} must lie in (0, 1]; use 0.8")
+
+    def for_device(self, device: torch.device) -> "EngineConfig":
+        """This config with page_size filled in."""
+        return replace(self, page_size=self.page_size or (128 if device.type == "cuda" else 32))
 
     def sequence_limit(self, model: ModelConfig) -> int:
         """Tokens that a prompt and its completion may have together."""

@@ -1,4 +1,4 @@
-"""Decoding steps as CUDA graphs: one graph for each size of batch and each way of sampling, captured at first use.
+"""Decoding steps as CUDA graphs: one for each size of batch, way of sampling and bound on lengths, at first use.
 
 A step of a small model is some 200 kernels of a few microseconds, which the host cannot launch as fast as the device
 runs them. Replayed, they are one launch. Rows that a batch lacks to the graph's size belong to the spare slot. Bans and
@@ -17,6 +17,7 @@ from llm.engine_sampling import Sampled, SamplingMode
 from llm.engine_scheduler import Request
 
 SMALL_SIZES = (1, 2, 4, 8)
+SHORTEST = 512  # tokens: attention is planned for a bound on the rows' lengths, and short rows are not cut
 WARMUPS = 2  # runs before the capture: kernels are compiled, libraries make their workspaces
 
 
@@ -34,7 +35,7 @@ class DecodeGraphs:
 
     def __init__(self, runner: Any):
         self.runner = runner
-        self.captured: dict[tuple[int, SamplingMode | None], Captured] = {}
+        self.captured: dict[tuple[int, SamplingMode | None, int], Captured] = {}
         self.pool = torch.cuda.graph_pool_handle()
         self.sizes = graph_sizes(runner.config.max_running)
 
@@ -44,9 +45,10 @@ class DecodeGraphs:
         configs = [request.params.sampling for request in requests]
         on_host = any(r.ngrams is not None or r.params.sampling.repetition_penalty != 1.0 for r in requests)
         mode = None if on_host else SamplingMode.of(configs)
-        captured = self.captured.get((size, mode))
+        key = size, mode, length_bound(max(request.num_computed for request in requests), self.runner.max_len)
+        captured = self.captured.get(key)
         if captured is None:
-            captured = self.captured[size, mode] = self.capture(size, mode)
+            captured = self.captured[key] = self.capture(*key)
         captured.rows.copy_(self.runner.upload(self.padded(rows, size)))
         captured.graph.replay()
         if mode is not None:
@@ -61,34 +63,47 @@ class DecodeGraphs:
         filled[:, : rows.shape[1]] = rows
         return filled
 
-    def capture(self, size: int, mode: SamplingMode | None) -> Captured:
+    def capture(self, size: int, mode: SamplingMode | None, max_len: int) -> Captured:
         """Record one step on padded rows, which touch nobody's pages."""
         rows = self.runner.upload(self.padded(np.zeros((3, 0), dtype=np.int64), size)).clone()
-        step = self.step_of(rows, mode)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARMUPS):
-                step()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
-            result = step()
+        graph, result = record(self.step_of(rows, mode, max_len), self.pool)
         return Captured(graph, rows, result)
 
-    def step_of(self, rows: Tensor, mode: SamplingMode | None) -> Callable[[], Any]:
-        """The work to record."""
+    def step_of(self, rows: Tensor, mode: SamplingMode | None, max_len: int) -> Callable[[], Any]:
+        """The work to record, for rows of at most `max_len` tokens."""
         runner = self.runner
 
         def step() -> Any:
             if rows.shape[1] == 1 and runner.single is not None:
-                scores = runner.single.scores(rows)
+                scores = runner.single.scores(rows, max_len)
             else:
-                tokens, decode = runner.decode_inputs(rows, runner.max_len)
+                tokens, decode = runner.decode_inputs(rows, max_len)
                 scores = runner.scores(tokens, decode, None, None)
             return scores if mode is None else runner.choose(scores[:, : runner.config.num_ids], rows, mode)
 
         return step
+
+
+def record(step: Callable[[], Any], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A CUDA graph of `step`, and the tensors that it leaves."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARMUPS):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        result = step()
+    return graph, result
+
+
+def length_bound(length: int, max_len: int) -> int:
+    """What a graph for rows of `length` tokens is recorded for: 512 times a power of four, at most max_len."""
+    bound = SHORTEST
+    while bound < length:
+        bound *= 4
+    return min(bound, max_len)
 
 
 def graph_sizes(max_running: int) -> list[int]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from llm.engine_cache import KERNEL_HEAD_DIMS, DecodeRows, PagedCache, PromptPieces, StepCache
 from llm.engine_config import EngineConfig
 from llm.engine_graphs import DecodeGraphs
+from llm.engine_invariant import InvariantSteps
 from llm.engine_sampling import Sampled, SamplingMode, SlotSettings, penalise_rows, sample_rows, sample_rows_fused
 from llm.engine_scheduler import Request, Segment, StepPlan
 from llm.engine_single import SingleToken, runs_single
@@ -64,7 +65,9 @@ class EngineRunner:
         self.page_changes: list[tuple[int, int]] = []  # flat index of the tables, page
         self.rope = position_tables(model, self.max_len) if self.use_kernels else None
         self.single = SingleToken(self) if self.use_kernels and runs_single(model) else None
-        self.graphs = DecodeGraphs(self) if config.cuda_graph and self.device.type == "cuda" else None
+        self.invariant = InvariantSteps(self) if config.batch_invariant else None
+        use_graphs = config.cuda_graph and self.device.type == "cuda" and self.invariant is None
+        self.graphs = DecodeGraphs(self) if use_graphs else None
 
     def on_page(self, slot: int, column: int, page: int) -> None:
         """A page of a slot, to be sent with the next step."""
@@ -111,6 +114,8 @@ class EngineRunner:
 
     def logits(self, plan: StepPlan, rows: Tensor) -> Tensor:
         """Run the model over a step's tokens: the scores (R, V) of the rows that sample, of which `rows` tells."""
+        if self.invariant is not None:
+            return self.invariant.logits(plan, sampling_rows(plan))
         parts, decode, pieces = [], None, None
         if plan.decode:
             longest = max(request.num_computed for request in plan.decode)

@@ -119,6 +119,7 @@ class Scheduler:
         self, pool: PagePool, page_size: int, max_running: int, prefill_chunk: int, on_page: Callable[..., None]
     ):
         """on_page(slot, column, page) tells the device's tables of a page."""
+        self.step_tokens: int | None = None  # of a step in all, where steps have one shape
         self.pool, self.page_size, self.prefill_chunk = pool, page_size, prefill_chunk
         self.on_page = on_page
         self.waiting: deque[Request] = deque()
@@ -136,7 +137,7 @@ class Scheduler:
                 continue
             if self.grow(request):
                 plan.decode.append(request)
-        room = self.prefill_chunk
+        room = self.prefill_chunk if self.step_tokens is None else self.step_tokens - len(plan.decode)
         for request in self.running:
             if request.prefilling and room > 0:
                 room -= self.add_segment(plan, request, room)

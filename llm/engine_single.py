@@ -52,22 +52,22 @@ class SingleToken:
         )
         self.config = default_matvec_config(device)
 
-    def scores(self, rows: Tensor) -> Tensor:
-        """rows (3, 1) int64, slot and length first -> scores (1, V) of the slot's last token."""
+    def scores(self, rows: Tensor, max_len: int) -> Tensor:
+        """rows (3, 1) int64, slot and length (at most max_len) first -> scores (1, V) of the slot's last token."""
         from kernel.matvec import add_matvec, norm_scores, norm_swiglu, start_token
 
         runner, to, own = self.runner, self.buffers, self.config
         embedding = self.model.embedding.weight
         start_token(rows, runner.last_tokens, runner.tables, embedding, runner.config.page_size, to, own)
         for layer, block in enumerate(self.model.blocks.values()):
-            attended = self.attend(layer, block)
+            attended = self.attend(layer, block, max_len)
             add_matvec(attended, block.attention.o_proj.weight, to.stream, own)
             norm_swiglu(block.ffn_norm.weight, block.ffn.project.weight, block.ffn_norm.eps, to, own)
             add_matvec(to.hidden, block.ffn.down_proj.weight, to.stream, own)
         norm_scores(self.model.norm.weight, self.model.output.weight, self.model.norm.eps, to, own)
         return to.scores
 
-    def attend(self, layer: int, block: Any) -> Tensor:
+    def attend(self, layer: int, block: Any, max_len: int) -> Tensor:
         """Attention of one block, (1, 1, H, D): its queries, and its keys and values into the cache, then the pages."""
         from kernel.flash_attention_triton_decode import DecodeOptions, flash_attention_decode
         from kernel.matvec import QkvWeights, norm_qkv
@@ -78,5 +78,5 @@ class SingleToken:
         shape = (config.num_heads, config.num_kv_heads, config.head_dim)
         weights = QkvWeights(norm.weight, joined.weight, joined.bias, norm.eps, *shape)
         norm_qkv(weights, self.runner.rope, *pages, to, self.config)
-        options = DecodeOptions(max_length=self.runner.max_len)
+        options = DecodeOptions(max_length=max_len)
         return flash_attention_decode(to.queries, *pages, to.length, to.table, options)[0]

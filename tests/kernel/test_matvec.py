@@ -31,7 +31,7 @@ class EagerGraphs(DecodeGraphs):
         self.launched.append(size)
         padded = self.runner.upload(self.padded(rows, size))
         mode = SamplingMode.of([request.params.sampling for request in requests])
-        return self.step_of(padded, mode)().first(len(requests))
+        return self.step_of(padded, mode, self.runner.max_len)().first(len(requests))
 
 
 def random_model(**changes) -> Transformer:

@@ -274,3 +274,17 @@ def test_alternatives_penalties_and_bans_match_the_plain_sampler():
             exact = [expected[event.token_id].item(), *(best.values.tolist() if index else [])]
             torch.testing.assert_close(found, exact, atol=ENGINE_LOG_PROBS, rtol=0)
             row.append(event.token_id)
+
+
+def test_in_batch_invariant_mode_company_changes_no_bit():
+    model = random_model()
+    settings = SamplingConfig(temperature=0.9, top_k=30, seed=2)
+    params = [RequestParams(settings, max_new_tokens=12, index=i) for i in range(8)]
+    together = make_engine(model, batch_invariant=True).generate(PROMPTS, params)
+    for prompt, own, completion in zip(PROMPTS, params, together, strict=True):
+        alone = make_engine(model, batch_invariant=True).generate([prompt], [own])[0]
+        assert alone.token_ids == completion.token_ids and alone.log_probs == completion.log_probs
+        exact = full_log_probs(model, prompt, completion.token_ids, 0.9)
+        torch.testing.assert_close(completion.log_probs, exact, atol=ENGINE_LOG_PROBS, rtol=0)
+    crowded = make_engine(model, batch_invariant=True, num_pages=16, max_running=4)
+    assert crowded.generate(PROMPTS, params)[2].token_ids == together[2].token_ids
