@@ -88,9 +88,15 @@ def wait_for(url: str, process: subprocess.Popen) -> None:
 
 
 @contextmanager
-def our_server(checkpoint: Path, most: int) -> Iterator[tuple[int, int, str]]:
+def our_server(checkpoint: Path, arguments: argparse.Namespace) -> Iterator[tuple[int, int, str]]:
     """llm.serve; yields port, process id and the model's name."""
-    settings = [f"checkpoint={checkpoint}", "port=0", "model_name=bench", f"engine.max_running={most}"]
+    settings = [
+        f"checkpoint={checkpoint}",
+        "port=0",
+        "model_name=bench",
+        f"engine.max_running={max(arguments.clients)}",
+    ]
+    settings += arguments.serve or []
     with child([sys.executable, "-m", "llm.serve", *settings]) as process:
         line = said = ""
         while "http://" not in line:
@@ -203,17 +209,20 @@ def run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
         torch.cuda.empty_cache()
     for count in arguments.clients:
         table.add("engine alone", count, table.engine[count].rate, predict(count), None)
-    with our_server(checkpoint, max(arguments.clients)) as server:
+    with our_server(checkpoint, arguments) as server:
         for count in arguments.clients:
             load = measure(server, count, arguments)
             table.add("llm.serve", count, load.tokens / load.wall_s, predict(count), load)
     if not arguments.no_peer:
-        with peer_server(exported, arguments.peer_batching) as server:
-            for count in arguments.clients:
-                load = measure(server, count, arguments)
-                table.add("transformers serve", count, load.tokens / load.wall_s, predict(count), load)
+        try:
+            with peer_server(exported, arguments.peer_batching) as server:
+                for count in arguments.clients:
+                    load = measure(server, count, arguments)
+                    table.add("transformers serve", count, load.tokens / load.wall_s, predict(count), load)
+        except (RuntimeError, OSError) as error:
+            print(f"no figures of transformers serve: {' '.join(str(error).split())[-400:]}", flush=True)
     facts = {"device": name, "dtype": str(dtype), "torch": torch.__version__, "commit": commit, "rates": vars(rates)}
-    settings = {key: getattr(arguments, key) for key in ("model", "prompt_chars", "new", "peer_batching")}
+    settings = {key: getattr(arguments, key) for key in ("model", "prompt_chars", "new", "serve", "peer_batching")}
     return facts | settings | {"rows": table.rows}
 
 
@@ -224,6 +233,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--prompt-chars", type=int, default=100, help="about two a token")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--serve", nargs="*", help="settings of llm.serve, such as switch_interval_ms=1")
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--peer-batching", action="store_true", help="the peer's continuous batching")
     parser.add_argument("--out", type=Path, help="where the JSON goes, besides the last line")

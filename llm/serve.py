@@ -47,6 +47,7 @@ def serve(config: ServeConfig) -> None:
     service.worker.on_failure = stop
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
+    sys.setswitchinterval(config.switch_interval_ms / 1e3)
     listener.listen(2048)  # from here on a client waits instead of being refused, whoever reads the next line
     print(f"{service.model_name} from {path} on http://{shown}:{port}/", flush=True)
     server.run(sockets=[listener])

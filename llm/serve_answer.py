@@ -4,6 +4,7 @@ An entry of log-probabilities is reported for every sampled token, the one that 
 that it released may be empty (half a character, a token that ends the answer, what may become a stop string).
 """
 
+import json
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -11,6 +12,9 @@ from typing import Any
 
 from llm.bpe_tokenizer import Tokenizer
 from llm.engine_request import TokenEvent
+
+# One encoder for all: json.dumps with these settings would make a new one for each token.
+encode_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 @dataclass
@@ -44,6 +48,7 @@ class Answer:
         self.num_alternatives = num_alternatives
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
+        self.head = self.tail = ""  # of an event, around its delta
 
     def envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
@@ -60,16 +65,24 @@ class Answer:
         """The object of a request that did not stream."""
         return self.envelope(self.whole, [self.choice(one) for one in choices]) | {"usage": self.usage(choices)}
 
-    def chunk(self, choice: Choice, event: TokenEvent, num_chars: int) -> dict[str, Any]:
-        """The chunk of one token; `num_chars` stood before it."""
-        return self.envelope(self.part, [self.delta(choice.index, event, num_chars)])
+    def event_lines(self, deltas: list[dict[str, Any]], with_usage: bool) -> bytes:
+        """A server-sent event for each delta, in one piece; the envelope, which is theirs all, is encoded once.
+
+        JSON escapes line breaks, so an event is always one line.
+        """
+        if not self.head:
+            empty = self.envelope(self.part, []) | ({"usage": None} if with_usage else {})
+            self.head, self.tail = f"data: {encode_json(empty)}\n\n".split('"choices":[')
+            self.head += '"choices":['
+        lines = [f"{self.head}{encode_json(delta)}{self.tail}" for delta in deltas]
+        return "".join(lines).encode("utf-8", "replace")
 
     def usage_chunk(self, choices: list[Choice]) -> dict[str, Any]:
-        """The last chunk, when the client asked for it."""
+        """The last event, when the client asked for it."""
         return self.envelope(self.part, []) | {"usage": self.usage(choices)}
 
     def opening(self, num_choices: int) -> list[dict[str, Any]]:
-        """Chunks before the first token."""
+        """The deltas before the first token."""
         return []
 
     def choice(self, choice: Choice) -> dict[str, Any]:
@@ -133,8 +146,7 @@ class ChatAnswer(Answer):
 
     def opening(self, num_choices: int) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
-        choices = [{"index": i, "delta": delta, "logprobs": None, "finish_reason": None} for i in range(num_choices)]
-        return [self.envelope(self.part, [one]) for one in choices]
+        return [{"index": i, "delta": delta, "logprobs": None, "finish_reason": None} for i in range(num_choices)]
 
     def choice(self, choice: Choice) -> dict[str, Any]:
         return {

@@ -46,6 +46,7 @@ class ServeConfig:
     allow_no_token: bool = False  # listen beyond this machine without a token
     allowed_hosts: list[str] = field(default_factory=list)  # names by which this server is called, beside its address
     document_start: bool = True  # put the end-of-text token before a prompt given as text, as before a document
+    switch_interval_ms: float = 5.0  # Python's: the engine waits so long for the interpreter while HTTP is busy
     device: str = "auto"
     dtype: str = "auto"
     limits: ServeLimits = field(default_factory=ServeLimits)
@@ -54,6 +55,7 @@ class ServeConfig:
     def __post_init__(self) -> None:
         check_choice("device", self.device, ("auto", "cpu", "cuda"))
         check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        check_positive(switch_interval_ms=self.switch_interval_ms)
         if not 0 <= self.port <= 65535:
             raise UserError(f"port={self.port} must lie in 0..65535; 0 takes any free one")
         if not is_loopback(self.host) and self.token_file is None and not self.allow_no_token:

@@ -5,7 +5,6 @@ waits for its turn. Whoever leaves takes the request's sequences out of the engi
 """
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from llm.serve_answer import Answer, Choice
+from llm.serve_answer import Answer, Choice, encode_json
 from llm.serve_errors import ApiError
 from llm.serve_metrics import ServeMetrics
 from llm.serve_worker import Delivery, EngineWorker, Job
@@ -91,8 +90,8 @@ async def collect(collector: Collector) -> list[Choice]:
 
 
 def data_line(value: dict[str, Any]) -> bytes:
-    """One event of the stream; JSON escapes line breaks, so it is always one line."""
-    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n\n"
+    """One event of the stream."""
+    return f"data: {encode_json(value)}\n\n".encode()
 
 
 async def stream_events(collector: Collector, answer: Answer, with_usage: bool) -> AsyncIterator[bytes]:
@@ -100,8 +99,7 @@ async def stream_events(collector: Collector, answer: Answer, with_usage: bool) 
 
     An error after the beginning becomes an event {"error": ...} before the end, since the status is sent already.
     """
-    usage = {"usage": None} if with_usage else {}
-    yield b"".join(data_line(chunk | usage) for chunk in answer.opening(len(collector.choices)))
+    yield answer.event_lines(answer.opening(len(collector.choices)), with_usage)
     deliveries = collector.job.deliveries
     while collector.remaining:
         try:
@@ -112,15 +110,15 @@ async def stream_events(collector: Collector, answer: Answer, with_usage: bool) 
             continue
         while not deliveries.empty():
             arrived.append(deliveries.get_nowait())
-        lines = []
+        deltas = []
         try:
             for delivery in arrived:
                 choice, before = collector.take(delivery)
-                lines.append(data_line(answer.chunk(choice, delivery.event, before) | usage))
+                deltas.append(answer.delta(choice.index, delivery.event, before))
         except ApiError as error:
-            yield b"".join([*lines, data_line(error.body()), DONE])
+            yield answer.event_lines(deltas, with_usage) + data_line(error.body()) + DONE
             return
-        yield b"".join(lines)
+        yield answer.event_lines(deltas, with_usage)
     yield (data_line(answer.usage_chunk(collector.choices)) if with_usage else b"") + DONE
 
 
