@@ -57,7 +57,7 @@ def generate(model: Transformer, prompts: list[list[int]], sampling: SamplingCon
     ("changes", "sampling"),
     [
         (dict(qkv_bias=True, num_kv_heads=4), SamplingConfig(temperature=0.0)),
-        (dict(tie_embeddings=True), SamplingConfig(temperature=0.8)),
+        (dict(tie_embeddings=True, max_seq_len=2048), SamplingConfig(temperature=0.8)),
     ],
     ids=["bias", "tied"],
 )
