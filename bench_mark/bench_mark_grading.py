@@ -5,7 +5,7 @@
 Verdicts: the pairs of tests/alignment/grader_cases.py, whose verdicts follow our policies (docs/grading.md), so a
 peer's share says how far policies differ, not which grader is better. Pairs that hang sympy are left to ours. Times are
 processor seconds of this process, contestants in turns, medians; nothing is predicted, since no model of a parser's
-time would be better than a measurement. Peers: pip install -e '.[align]'; pip install --no-deps mathruler pylatexenc.
+time would be better than a measurement. Peers: pip install -e '.[align,bench]'.
 """
 
 import json

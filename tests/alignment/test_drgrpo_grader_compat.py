@@ -88,7 +88,7 @@ def test_gsm8k_truths_and_neighbours(shared_data):
 
 
 def test_agreement_with_the_packaged_rules():
-    """mathruler 0.1 holds the two rules as published: pip install --no-deps mathruler pylatexenc tqdm."""
+    """mathruler 0.1 holds the two rules as published: pip install -e '.[bench]'."""
     grader = pytest.importorskip("mathruler.grader")
     unsafe = ("9**9", "9^{", "100000", "10^{10", "^{50}", "^{60}", "import", "exit", "getcwd", "lambda", "range")
     pairs = [pair for pair in EQUAL + DIFFERENT if not any(word in pair[0] for word in unsafe)]
