@@ -54,17 +54,22 @@ def open_gguf(path: str | Path) -> HfSource:
             f"{path} has general.architecture={architecture!r}, not one of {', '.join(ARCHITECTURES)}; use another"
         )
     stored = {name: file.stored(name) for name in file.infos}
-    try:
-        config = gguf_config(file, architecture)
-    except KeyError as error:
-        raise UserError(f"{path} lacks the metadata {error}; fetch the file again") from error
-    except (TypeError, AttributeError, ZeroDivisionError) as error:
-        raise UserError(f"{path} has metadata of a wrong type ({error}); fetch the file again") from error
+    config = described_config(file, architecture)
     stored.pop(ROPE_FACTORS, None)
     if architecture == "llama":
         stored = {name: in_our_order(name, tensor, config) for name, tensor in stored.items()}
     tensors = match_tensors(str(path), config, stored, gguf_names)
     return HfSource(str(path), family_of(config), config, tensors, tokenizer_files(file))
+
+
+def described_config(file: GgufFile, architecture: str) -> ModelConfig:
+    """Our config from the metadata; UserError for what is missing, of a wrong type, or not built."""
+    try:
+        return gguf_config(file, architecture)
+    except KeyError as error:
+        raise UserError(f"{file.path} lacks the metadata {error}; fetch the file again") from error
+    except (TypeError, AttributeError, ZeroDivisionError, OverflowError) as error:
+        raise UserError(f"{file.path} has metadata of a wrong type ({error}); fetch the file again") from error
 
 
 def gguf_names(name: str) -> list[str]:
@@ -135,9 +140,7 @@ def scaling_of(file: GgufFile, config: ModelConfig) -> RopeScaling:
 
 def in_our_order(name: str, tensor: StoredTensor, config: ModelConfig) -> StoredTensor:
     """Undo llama.cpp's order of rows in q and k: within a head row 2i + j of theirs is row i + j D/2 of ours."""
-    if not name.startswith("blk."):
-        return tensor
-    part = name.split(".")[2]
+    part = name.split(".")[-2] if "." in name else ""
     if part not in ("attn_q", "attn_k"):
         return tensor
     heads = config.num_heads if part == "attn_q" else config.num_kv_heads

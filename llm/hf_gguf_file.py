@@ -141,12 +141,12 @@ class GgufFile:
         if info.kind not in PLAIN and info.kind not in FORMATS:
             known = ["F32", "F16", "BF16", *(form.name for form in FORMATS.values())]
             raise UserError(
-                f"{self.path}: {name} is of GGUF type {info.kind}, which is not read; use {', '.join(known)}"
+                f"{self.path}: {name!r} is of GGUF type {info.kind}, which is not read; use {', '.join(known)}"
             )
         if info.kind in FORMATS and info.shape[-1] % FORMATS[info.kind].size:
-            raise ValueError(f"rows of {info.shape[-1]} values of {name} are no whole blocks")
+            raise ValueError(f"rows of {info.shape[-1]} values of {name!r} are no whole blocks")
         if 0 in info.shape or info.offset + self.num_bytes(name) > self.data.size:
-            raise ValueError(f"{name} {list(info.shape)} ends beyond the file")
+            raise ValueError(f"{name!r} {list(info.shape)} ends beyond the file")
 
     def num_bytes(self, name: str) -> int:
         """The bytes of a tensor in the file."""

@@ -42,24 +42,41 @@ def tokenizer_files(file: GgufFile) -> dict[str, bytes]:
             f"use one of {', '.join(PRE_TOKENIZERS)}"
         )
     tokens, types, merges = (metadata.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type", "merges"))
-    if not (isinstance(tokens, list) and isinstance(types, list) and isinstance(merges, list)):
+    if not (are_all(tokens, str) and are_all(types, int) and are_all(merges, str)):
         raise UserError(f"{file.path} lacks tokenizer.ggml.tokens, token_type or merges; fetch it again")
     if len(types) != len(tokens):
         raise UserError(f"{file.path} has {len(tokens)} tokens and {len(types)} token types; fetch it again")
+    ids = special_ids(file, len(tokens))
+    begin = ids.get("bos") if metadata.get("tokenizer.ggml.add_bos_token") else None
     return {
-        "tokenizer.json": encode_json(tokenizer_json(tokens, types, merges, pre, bos_of(metadata))),
-        "tokenizer_config.json": encode_json(tokenizer_config(metadata, tokens)),
-        "generation_config.json": encode_json(generation_config(metadata)),
+        "tokenizer.json": encode_json(tokenizer_json(tokens, types, merges, pre, begin)),
+        "tokenizer_config.json": encode_json(tokenizer_config(ids, tokens)),
+        "generation_config.json": encode_json({f"{name}_token_id": ids[name] for name in ids if name != "unk"}),
     } | template_file(metadata)
+
+
+def are_all(values: Any, kind: type) -> bool:
+    return isinstance(values, list) and all(type(value) is kind for value in values)
+
+
+def special_ids(file: GgufFile, vocab_size: int) -> dict[str, int]:
+    """The ids of bos, eos, pad and unk, of those that the file names."""
+    ids = {}
+    for name, key in {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}.items():
+        value = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if value is None:
+            continue
+        if type(value) is not int or not 0 <= value < vocab_size:
+            raise UserError(
+                f"{file.path} has tokenizer.ggml.{key}_token_id={value!r}, which is none of its {vocab_size} tokens; "
+                f"fetch it again"
+            )
+        ids[name] = value
+    return ids
 
 
 def encode_json(value: Any) -> bytes:
     return (json.dumps(value, ensure_ascii=False, indent=1) + "\n").encode("utf-8")
-
-
-def bos_of(metadata: dict[str, Any]) -> int | None:
-    """The id that the tokenizer puts before a text, if it does."""
-    return metadata.get("tokenizer.ggml.bos_token_id") if metadata.get("tokenizer.ggml.add_bos_token") else None
 
 
 def tokenizer_json(
@@ -107,19 +124,9 @@ def put_before(token: str, token_id: int) -> dict[str, Any]:
     }
 
 
-def tokenizer_config(metadata: dict[str, Any], tokens: list[str]) -> dict[str, Any]:
-    names = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
-    ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-    } | {f"{name}_token": tokens[index] for name, index in ids.items() if index is not None and index < len(tokens)}
-
-
-def generation_config(metadata: dict[str, Any]) -> dict[str, Any]:
-    names = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
-    found = {name: metadata.get(f"tokenizer.ggml.{key}") for name, key in names.items()}
-    return {name: value for name, value in found.items() if value is not None}
+def tokenizer_config(ids: dict[str, int], tokens: list[str]) -> dict[str, Any]:
+    names = {f"{name}_token": tokens[index] for name, index in ids.items()}
+    return {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False} | names
 
 
 def template_file(metadata: dict[str, Any]) -> dict[str, bytes]:

@@ -52,8 +52,8 @@ def match_tensors(
         misshapen += wrong
         if not wrong:
             matched.append((name, parts[0] if len(parts) == 1 else stacked(parts)))
-    left = sorted(stored.keys() - used)
-    faults = [f"{name} is missing" for name in missing] + [f"{name} is unknown" for name in left] + misshapen
+    left = [name if name.isprintable() else ascii(name) for name in sorted(stored.keys() - used)]
+    faults = [f"{name} is missing" for name in missing] + [f"{name[:100]} is unknown" for name in left] + misshapen
     if faults:
         raise UserError(
             f"{where} does not hold the tensors that its config describes: {', '.join(faults[:4])}"

@@ -20,9 +20,10 @@ from llm.chat_template import load_chat_template, stop_ids
 from llm.generating_loop import GenerationLimits, generate
 from llm.hf_checkpoint import write_checkpoint
 from llm.hf_directory_write import write_directory
-from llm.hf_gguf import gguf_names, open_gguf
+from llm.hf_gguf import described_config, gguf_names, open_gguf
 from llm.hf_gguf_blocks import FORMATS, dequantise
 from llm.hf_gguf_file import GgufFile
+from llm.hf_gguf_tokenizer import tokenizer_files
 from llm.model_loading import load_model
 from llm.sampling import SamplingConfig
 from llm.transformer import RoPE, Transformer
@@ -232,6 +233,44 @@ def test_what_is_wrong_with_a_file_is_named(good_file, tmp_path, spoil, message)
     (tmp_path / "model.gguf").write_bytes(spoil(good_file))
     with pytest.raises(UserError, match=message):
         open_gguf(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tokenizer.ggml.tokens": [1, 2]}, "lacks tokenizer.ggml.tokens"),
+        ({"tokenizer.ggml.merges": None}, "lacks tokenizer.ggml.tokens"),
+        ({"tokenizer.ggml.token_type": [1]}, "1 token types"),
+        ({"tokenizer.ggml.eos_token_id": 10**6}, "none of its 320 tokens"),
+        ({"tokenizer.ggml.bos_token_id": "x"}, "bos_token_id='x'"),
+        ({"tokenizer.ggml.model": "llama"}, "only byte-level BPE"),
+    ],
+)
+def test_a_tokenizer_that_a_file_does_not_hold_is_named(good_file, tmp_path, fields, message):
+    (tmp_path / "model.gguf").write_bytes(good_file)
+    file = GgufFile(tmp_path / "model.gguf")
+    file.metadata |= fields
+    with pytest.raises(UserError, match=message):
+        tokenizer_files(file)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"llama.attention.head_count": "many"}, "metadata of a wrong type"),
+        ({"llama.embedding_length": None}, "metadata of a wrong type"),
+        ({"llama.attention.head_count": 0}, "metadata of a wrong type"),
+        ({"llama.rope.scaling.type": "yarn"}, "RoPE scaling 'yarn'"),
+        ({"llama.rope.dimension_count": 8}, "turns 8 of 16 dims"),
+        ({"llama.attention.head_count_kv": 3}, "num_kv_heads=3"),
+    ],
+)
+def test_metadata_that_describes_no_model_of_ours_is_named(good_file, tmp_path, fields, message):
+    (tmp_path / "model.gguf").write_bytes(good_file)
+    file = GgufFile(tmp_path / "model.gguf")
+    file.metadata |= fields
+    with pytest.raises(UserError, match=message):
+        described_config(file, "llama")
 
 
 def test_scaling_factors_that_are_not_llama3s_are_refused(tmp_path, tokenizer):
