@@ -16,13 +16,16 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig
 
+from alignment.cost_model import Lengths, predict_batch
+from alignment.train_rl_clock import python_call_s
 from alignment.train_rl_collect import Collected
 from alignment.train_rl_config import TrainRlConfig
-from alignment.train_rl_evaluate import evaluate_held_out
+from alignment.train_rl_evaluate import HeldOut, evaluate_held_out
 from alignment.train_rl_output import print_batch, print_finish, print_held_out, print_start
-from alignment.train_rl_record import RlRecord, predicted_batch
+from alignment.train_rl_record import RlRecord
 from alignment.train_rl_setup import RlRun, set_up
 from configs.loader import CONFIG_DIR, register_schema, run_script
+from configs.run_dir import read_json
 from llm.training_signals import StopSignals
 from parallel.collectives import all_gather_json
 from parallel.mesh import close_mesh, init_mesh
@@ -38,9 +41,12 @@ def train_rl(config: TrainRlConfig) -> dict[str, Any]:
         roles = split_roles(world, config.rollout_ranks, parallel.degrees()) if split else share_roles(world)
         with StopSignals() as signals:
             run = set_up(config, roles)
-            record = RlRecord(run)
-            record.begin(predicted_batch(run))
             print_start(run)
+            record = RlRecord(run)
+            first = evaluate_held_out(run) if run.batch == 0 else None
+            record.begin(predicted(run, first))
+            if first is not None:
+                tell(run, record, first)
             state = run_batches(run, record, signals)
             record.close(state)
             print_finish(run, state)
@@ -56,8 +62,6 @@ def train_rl(config: TrainRlConfig) -> dict[str, Any]:
 def run_batches(run: RlRun, record: RlRecord, signals: StopSignals) -> str:
     """The loop over batches; returns "finished" or "stopped"."""
     config = run.config
-    if run.batch == 0:
-        held_out(run, record)
     while run.batch < config.num_batches:
         if stop_is_wanted(run, signals):
             run.save()
@@ -66,7 +70,7 @@ def run_batches(run: RlRun, record: RlRecord, signals: StopSignals) -> str:
         one_batch(run, record)
         last = run.batch == config.num_batches
         if run.batch % config.evaluate_every == 0 or last:
-            held_out(run, record)
+            tell(run, record, evaluate_held_out(run))
         if run.batch % config.checkpoint.every_steps == 0 or last:
             run.save()
     return "finished"
@@ -118,11 +122,25 @@ def hand_over(run: RlRun, written: Collected | None) -> Collected:
     return Collected.from_json(told["batch"])
 
 
-def held_out(run: RlRun, record: RlRecord) -> None:
-    result = evaluate_held_out(run)
+def tell(run: RlRun, record: RlRecord, result: HeldOut) -> None:
+    """Write down what the held-out problems say of the weights as they are."""
     record.held_out(result)
     print_held_out(run, result)
     record.write_report("running")
+
+
+def predicted(run: RlRun, first: HeldOut | None) -> dict[str, Any]:
+    """What a batch will take, by lengths that the held-out problems show before the first one; a resumed run keeps its
+    own. Nothing where ranks share the work, which the model does not know."""
+    if not run.is_main or run.roles.world.world_size > 1:
+        return {}
+    if first is None:
+        report = run.run_dir.path / "report.json"
+        return read_json(report).get("predicted", {}) if report.exists() else {}
+    prompts = run.rollout.held_out.prompts
+    mean_prompt = sum(map(len, prompts)) / len(prompts)
+    lengths = Lengths(mean_prompt, first.tokens / max(first.problems, 1), first.longest)
+    return predict_batch(run.config, run.sync.model_config, run.hardware, lengths, python_call_s()).fields()
 
 
 @hydra.main(version_base="1.3", config_path=CONFIG_DIR, config_name="train_rl")

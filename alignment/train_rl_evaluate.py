@@ -22,6 +22,7 @@ class HeldOut:
     cut: int
     samples: int
     sampled_correct: int
+    longest: int = 0  # tokens of an answer
 
     def fields(self) -> dict[str, Any]:
         """Shares, with the 95% interval of the accuracy (Wilson 1927).
@@ -51,7 +52,8 @@ def evaluate_held_out(run: RlRun) -> HeldOut:
     """All held-out problems, greedily and sampled; called by every rank of the run, and given to each."""
     own = None if run.rollout is None else evaluate_share(run)
     shares = [one for one in all_gather_json(own, run.roles.world, "world") if one is not None]
-    return HeldOut(*(sum(column) for column in zip(*shares, strict=True)))
+    *counts, longest = zip(*shares, strict=True)
+    return HeldOut(*map(sum, counts), longest=max(longest))
 
 
 def evaluate_share(run: RlRun) -> list[int]:
@@ -73,6 +75,7 @@ def evaluate_share(run: RlRun) -> list[int]:
         sum(one.is_cut for one in answers),
         len(sampled),
         sum(one.answer_reward > 0 for one in sampled),
+        max((len(one.token_ids) for one in answers + sampled), default=0),
     ]
 
 

@@ -6,7 +6,6 @@ tokens are of all ranks.
 
 from typing import Any
 
-from alignment.cost_model import RlPrediction, predict_batch
 from alignment.train_rl_collect import Collected
 from alignment.train_rl_evaluate import HeldOut
 from alignment.train_rl_learn import Learned
@@ -27,7 +26,7 @@ class RlRecord(Record):
         self.run = run
         self.totals: dict[str, float] = {}  # of this process, the first batch left out
 
-    def begin(self, prediction: RlPrediction | None) -> None:
+    def begin(self, prediction: dict[str, Any]) -> None:
         """The prediction on disk before the first batch."""
         run, side = self.run, self.run.training
         if not self.is_writer:
@@ -41,7 +40,7 @@ class RlRecord(Record):
             "init_from": run.config.init_from,
             "tokenizer_sha256": run.tokenizer.sha256,
         }
-        predicted = {"parameters": facts["parameters"]} | ({} if prediction is None else prediction.fields())
+        predicted = {"parameters": facts["parameters"]} | prediction
         self.measure(parameters=facts["parameters"])
         self.open(run.step, facts, predicted)
         self.run_dir.drop_lines_after(COMPLETIONS, run.step)
@@ -157,8 +156,3 @@ def time_fields(collected: Collected, learned: Learned, seconds: dict[str, float
         "prompt_tokens": collected.prompt_tokens,
         "tokens_per_s": (collected.rollout_tokens + collected.prompt_tokens) / max(total, 1e-9),
     }  # fmt: skip
-
-
-def predicted_batch(run: RlRun) -> RlPrediction | None:
-    """What the cost model says of a batch, or None where the hardware is not known."""
-    return predict_batch(run.config, run.sync.model_config, run.hardware)

@@ -49,7 +49,7 @@ def rl_start() -> Path:
 
 
 def small_model(tokenizer: Tokenizer, seed: int = 0) -> Transformer:
-    shape = dict(d_model=48, num_layers=2, num_heads=4, num_kv_heads=2, d_ff=96, max_seq_len=MAX_TOKENS)
+    shape = dict(d_model=48, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=32, d_ff=96, max_seq_len=MAX_TOKENS)
     model = Transformer(ModelConfig(**shape).with_vocab_of(tokenizer.vocab_size))
     initialise(model, seed)
     return model

@@ -263,7 +263,7 @@ def test_completions_jsonl_says_what_each_earned(tmp_path, mesh):
 
     run, learner = learner_of(tmp_path, mesh)
     record = RlRecord(run)
-    record.begin(None)
+    record.begin({})
     groups = run.rollout.collector.collect()
     run.batch, run.step = 1, 1
     learned = learner.learn(groups.groups, 0, run.clock)

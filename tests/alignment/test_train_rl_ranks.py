@@ -30,7 +30,7 @@ def run_rl(mesh: Mesh, runs_dir: str, start: str, overrides: tuple[str, ...]) ->
     with StopSignals() as signals:
         run = set_up(config, roles)
         record = RlRecord(run)
-        record.begin(None)
+        record.begin({})
         record.close(run_batches(run, record, signals))
     return {"trains": run.training is not None, "writes": run.rollout is not None, "version": run.batch}
 
