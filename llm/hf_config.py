@@ -53,15 +53,17 @@ def read_config(value: Any, where: str) -> tuple[ModelConfig, str]:
     if not isinstance(value, dict) or "model_type" not in value:
         raise UserError(f"{where} names no model_type; use the config.json of a causal language model")
     family = value["model_type"]
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise UserError(f"{where} has model_type={family!r}, which is not read; use one of {', '.join(FAMILIES)}")
     value = DEFAULTS[family] | {key: entry for key, entry in value.items() if entry is not None}
-    refuse_foreign(value, family, where)
     try:
+        refuse_foreign(value, family, where)
         return model_config(value, family, where), family
+    except UserError:
+        raise
     except KeyError as error:
         raise UserError(f"{where} lacks {error}; fetch the file again") from error
-    except (TypeError, AttributeError, ValueError) as error:
+    except (TypeError, AttributeError, ValueError, OverflowError) as error:
         raise UserError(f"{where} does not describe a model ({error}); fetch the file again") from error
 
 
@@ -82,14 +84,14 @@ def model_config(value: dict[str, Any], family: str, where: str) -> ModelConfig:
     """ModelConfig from a config.json whose family is known and whose foreign features have been refused."""
     theta, scaling = read_rope(value, where)
     return ModelConfig(
-        vocab_size=int(value["vocab_size"]),
-        max_seq_len=int(value["max_position_embeddings"]),
-        d_model=int(value["hidden_size"]),
-        num_layers=int(value["num_hidden_layers"]),
-        num_heads=int(value["num_attention_heads"]),
-        num_kv_heads=value.get("num_key_value_heads"),
-        head_dim=value.get("head_dim"),
-        d_ff=int(value["intermediate_size"]),
+        vocab_size=whole(value, "vocab_size"),
+        max_seq_len=whole(value, "max_position_embeddings"),
+        d_model=whole(value, "hidden_size"),
+        num_layers=whole(value, "num_hidden_layers"),
+        num_heads=whole(value, "num_attention_heads"),
+        num_kv_heads=whole(value, "num_key_value_heads") if "num_key_value_heads" in value else None,
+        head_dim=whole(value, "head_dim") if "head_dim" in value else None,
+        d_ff=whole(value, "intermediate_size"),
         rope_theta=theta,
         rope_scaling=scaling,
         norm_eps=float(value["rms_norm_eps"]),
@@ -100,13 +102,21 @@ def model_config(value: dict[str, Any], family: str, where: str) -> ModelConfig:
     )
 
 
+def whole(value: dict[str, Any], name: str) -> int:
+    """A field that counts something."""
+    if type(value[name]) is not int or value[name] <= 0:
+        raise ValueError(f"{name}={value[name]!r} is no positive whole number")
+    return value[name]
+
+
 def read_moe(value: dict[str, Any], family: str) -> MoeConfig:
     if family == "mixtral":
-        return MoeConfig(int(value["num_local_experts"]), int(value["num_experts_per_tok"]), value["intermediate_size"])
+        width = whole(value, "intermediate_size")
+        return MoeConfig(whole(value, "num_local_experts"), whole(value, "num_experts_per_tok"), width)
     if family == "qwen3_moe":
-        count = value.get("num_experts", value.get("num_local_experts", 128))  # transformers 4, then 5
-        per_token, width = int(value["num_experts_per_tok"]), int(value["moe_intermediate_size"])
-        return MoeConfig(int(count), per_token, width, bool(value["norm_topk_prob"]))
+        count = "num_experts" if "num_experts" in value else "num_local_experts"  # transformers 4, then 5
+        per_token, width = whole(value, "num_experts_per_tok"), whole(value, "moe_intermediate_size")
+        return MoeConfig(whole({count: 128} | value, count), per_token, width, bool(value["norm_topk_prob"]))
     return MoeConfig()
 
 
@@ -119,13 +129,12 @@ def read_rope(value: dict[str, Any], where: str) -> tuple[float, RopeScaling | N
         return theta, None
     if kind != "llama3":
         raise UserError(f"{where} has RoPE scaling {kind!r}; only 'default' and 'llama3' are built")
-    scaling = RopeScaling(
+    return theta, RopeScaling(
         float(rope["factor"]),
         float(rope["low_freq_factor"]),
         float(rope["high_freq_factor"]),
-        int(rope["original_max_position_embeddings"]),
+        whole(rope, "original_max_position_embeddings"),
     )
-    return theta, scaling
 
 
 def family_of(config: ModelConfig) -> str:

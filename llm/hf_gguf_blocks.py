@@ -121,9 +121,7 @@ def dequantise(data: np.ndarray, form: BlockFormat) -> np.ndarray:
     """Bytes (n,) of whole blocks -> their values (n / bytes of a block * size,) float32."""
     blocks = data.view(form.record)
     values = np.empty((len(blocks), form.size), dtype=np.float32)
-    with np.errstate(
-        invalid="ignore", over="ignore"
-    ):  # a damaged scale may be infinite
+    with np.errstate(invalid="ignore", over="ignore"):  # a damaged scale may be infinite
         for start in range(0, len(blocks), CHUNK_BLOCKS):
             values[start : start + CHUNK_BLOCKS] = form.unpack(blocks[start : start + CHUNK_BLOCKS])
     return values.reshape(-1)
