@@ -63,7 +63,9 @@ def run_batches(run: RlRun, record: RlRecord, signals: StopSignals) -> str:
     """The loop over batches; returns "finished" or "stopped"."""
     config = run.config
     while run.batch < config.num_batches:
-        if stop_is_wanted(run, signals):
+        if (reason := stop_reason(run, signals)) is not None:
+            if reason == "time":  # a signal wants an end at once
+                tell(run, record, evaluate_held_out(run))
             run.save()
             return "stopped"
         run.clock.take()
@@ -76,11 +78,11 @@ def run_batches(run: RlRun, record: RlRecord, signals: StopSignals) -> str:
     return "finished"
 
 
-def stop_is_wanted(run: RlRun, signals: StopSignals) -> bool:
-    """Whether any rank was told to stop or has run out of time."""
-    flag = signals.requested is not None or run.out_of_time()
-    wanted = all_gather_json(int(flag), run.roles.world, "world")
-    return any(wanted)
+def stop_reason(run: RlRun, signals: StopSignals) -> str | None:
+    """ "signal" or "time" when any rank was told to stop or has run out of time, else None; the same on all ranks."""
+    own = "signal" if signals.requested is not None else "time" if run.out_of_time() else None
+    reasons = all_gather_json(own, run.roles.world, "world")
+    return next((reason for reason in ("signal", "time") if reason in reasons), None)
 
 
 def one_batch(run: RlRun, record: RlRecord) -> None:

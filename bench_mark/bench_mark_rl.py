@@ -49,7 +49,7 @@ class Plan:
     sft_lr: float = 3e-4
     rl_lr: float = 2e-5
     sft_s: float = 40.0
-    rl_s: float = 80.0
+    rl_s: float = 100.0
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -98,7 +98,7 @@ def rl_run(plan: Plan, seed: int, algorithm: str, group_size: int) -> Run:
         f"algorithm={algorithm}", "algorithm.importance_cap=2.0", f"num_batches={plan.batches}",
         f"max_time_s={plan.rl_s}", f"prompts_per_batch={plan.prompts * 8 // group_size}", f"group_size={group_size}",
         f"max_new_tokens={plan.max_new_tokens}", f"optimizer.lr={plan.rl_lr}", "schedule.warmup_steps=5",
-        "micro_batch_tokens=32768", "rollout.max_running=256", "rollout.memory_fraction=0.05", "evaluate_every=10",
+        "micro_batch_tokens=32768", "rollout.max_running=256", "rollout.memory_fraction=0.05", "evaluate_every=20",
         "checkpoint.every_steps=1000", "prompt.template=r1_short", "log_completions=8",
         f"train_data=[{data_of(plan, 'train', 6_000, 50 + seed)}]",
         f"held_out_data={data_of(plan, 'held_out', plan.held_out, 99)}",

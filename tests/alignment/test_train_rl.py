@@ -191,6 +191,15 @@ def test_a_held_out_problem_in_training_is_refused(tmp_path):
         run(tmp_path, "held_out_data={source: arithmetic, level: one_digit_sums, split: train, size: 8, seed: 1}")
 
 
+def test_a_run_that_is_out_of_time_is_evaluated_and_whole(tmp_path):
+    report = run(tmp_path, "num_batches=50", "max_time_s=0.001")
+    assert report["state"] == "stopped"
+    assert [line["step"] for line in lines_of(tmp_path) if "val_accuracy" in line] == [0, 0]
+    report = run(tmp_path, "num_batches=2", "max_time_s=null")
+    assert report["state"] == "finished" and report["run"]["resumed_at_step"] is None
+    assert last_checkpoint(tmp_path)[1]["batch"] == 2
+
+
 def test_resume_none_refuses_to_mix(tmp_path):
     run(tmp_path, "num_batches=1")
     with pytest.raises(UserError, match="resume=none"):
