@@ -53,6 +53,7 @@ def tensor_shape(params: list[Param], config: TrainConfig) -> TensorShape:
         statistics_dtype="float64" if wide else "float32",
         chunks=config.parallel.tp_chunks,
         recomputes=config.parallel.activation_checkpointing != "none",
+        frozen_start=config.lora.rank > 0,
     )
 
 

@@ -28,6 +28,7 @@ def run_training(config: TrainConfig, task: Task) -> dict[str, Any]:
         with StopSignals() as signals:
             trainer = set_up(config, mesh, task)
             trainer.record.open(trainer.step, *predict(trainer))
+            trainer.communication.take(OTHER, trainer.step)  # the links may have been measured
             print_start(trainer)
             state = run_steps(trainer, signals)
             finish(trainer, state)

@@ -42,6 +42,7 @@ class TensorShape:
     recomputes: bool = False  # activation checkpointing: a block's forward is sent again in backward
     has_embedding: bool = True
     has_output: bool = True
+    frozen_start: bool = False  # adapters alone learn: no gradient leaves the first block for the embedding
 
 
 def cut_params(params: list[Param], cuts: dict[str, TensorCut]) -> list[Param]:
@@ -91,10 +92,11 @@ def backward_messages(shape: TensorShape, tokens: int, index: int) -> Iterator[M
             # Nothing is kept of the plain sum that ends a block, so that one is left out.
             if pair == 0 or shape.chunks > 1:
                 yield from in_chunks(shape, leave(shape, tokens, shape.dtype, place))
-        for _ in range(pairs):  # backward mirrors forward: a sum's gradient enters, a gather's leaves
+        for pair in range(pairs):  # backward mirrors forward: a sum's gradient enters, a gather's leaves
             yield from in_chunks(shape, enter(shape, tokens, place))
-            yield from in_chunks(shape, leave(shape, tokens, shape.dtype, place))
-    if shape.has_embedding:
+            if not (shape.frozen_start and layer == 1 and pair == pairs - 1):
+                yield from in_chunks(shape, leave(shape, tokens, shape.dtype, place))
+    if shape.has_embedding and not shape.frozen_start:
         yield from filter(None, [enter(shape, tokens, ("backward", 0, index), shape.stream_dtype)])
 
 
