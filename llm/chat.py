@@ -91,6 +91,7 @@ class Chat:
                     self.console.print(f"(the oldest {dropped} turns no longer fit and are forgotten)", style="dim")
                 self.session.answer(self.respond(ids, self.prompt.chat_stops))
         except UserError as error:
+            self.session.drop_question()
             self.console.print(f"error: {error}", style="red", markup=False, highlight=False)
 
     def respond(self, prompt_ids: list[int], stops: tuple[str, ...]) -> str:

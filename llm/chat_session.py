@@ -41,10 +41,15 @@ class ChatSession:
         self.turns.append({"role": "user", "content": text})
 
     def answer(self, text: str) -> None:
-        """Keep an answer; an empty one takes its question along, since turns have to alternate."""
+        """Keep an answer; an empty one takes its question along."""
         if text:
             self.turns.append({"role": "assistant", "content": text})
         else:
+            self.drop_question()
+
+    def drop_question(self) -> None:
+        """Forget a question that got no answer, since turns have to alternate."""
+        if self.turns and self.turns[-1]["role"] == "user":
             self.turns.pop()
 
     def prompt_ids(self, prompt: ChatPrompt, max_prompt_tokens: int) -> tuple[list[int], int]:
@@ -59,7 +64,6 @@ class ChatSession:
             if len(ids) <= room or (len(self.turns) == 1 and len(ids) <= max_prompt_tokens):
                 return ids, dropped
             if len(self.turns) == 1:
-                self.turns.pop()
                 raise UserError(f"the message has {len(ids)} tokens and {max_prompt_tokens} fit; write a shorter one")
             del self.turns[:2]  # a question with its answer
             dropped += 2

@@ -70,9 +70,15 @@ def make_service(config: ServeConfig, path: Path) -> Any:
     return Service(
         worker=EngineWorker(engine, config.engine.max_running + config.limits.max_waiting),
         prompt=load_chat_prompt(path, tokenizer, config.document_start),
-        bounds=Bounds(tokenizer.vocab_size, settings.sequence_limit(model.config), config.limits),
+        bounds=Bounds(tokenizer.vocab_size, context_of(engine), config.limits),
         model_name=name,
     )
+
+
+def context_of(engine: Engine) -> int:
+    """Tokens of a prompt and its completion: the model's context, or what the whole cache holds if that is less."""
+    held = engine.stats().pages_total * engine.config.page_size
+    return min(engine.config.sequence_limit(engine.model.config), held)
 
 
 def import_server() -> Any:

@@ -19,7 +19,7 @@ from llm.chat_prompt import ChatPrompt
 from llm.engine import Engine
 from llm.engine_config import EngineConfig
 from llm.engine_request import EngineStats, RequestParams, TokenEvent
-from llm.serve import listen
+from llm.serve import context_of, listen
 from llm.serve_app import Service, create_app
 from llm.serve_config import ServeLimits
 from llm.serve_guard import GuardRules
@@ -129,11 +129,12 @@ def random_model(tokenizer: Tokenizer, max_seq_len: int) -> Transformer:
 def running_server(tokenizer: Tokenizer, options: ServerOptions | None = None, engine: Any = None) -> Iterator:
     """Serve a random model, or the `engine` given; yields a RunningServer and stops it at the end."""
     options = options or ServerOptions()
-    model = None
+    model, context = None, options.max_seq_len
     if engine is None:
         model = random_model(tokenizer, options.max_seq_len)
         engine = Engine(model, replace(options.engine, num_ids=tokenizer.vocab_size), tokenizer)
-    bounds = Bounds(tokenizer.vocab_size, options.max_seq_len, options.limits)
+        context = context_of(engine)
+    bounds = Bounds(tokenizer.vocab_size, context, options.limits)
     worker = EngineWorker(engine, options.engine.max_running + options.limits.max_waiting)
     service = Service(worker, ChatPrompt(tokenizer), bounds, MODEL_NAME)
     listener = listen("127.0.0.1", 0)

@@ -105,6 +105,16 @@ def test_a_message_over_the_context_is_refused_and_forgotten(chat):
     assert "write a shorter one" in shown(chat) and chat.session.turns == []
 
 
+def test_a_question_that_the_template_refuses_is_forgotten(chat):
+    class Refusing:
+        def render(self, messages, add_generation_prompt=True):
+            raise UserError("the template refuses the conversation; change the messages")
+
+    chat.prompt.template = Refusing()
+    chat.handle("Hi")
+    assert "refuses" in shown(chat) and chat.session.turns == []
+
+
 def test_text_of_the_model_cannot_drive_the_terminal(chat, monkeypatch):
     monkeypatch.setattr(chat.engine, "step", lambda step=chat.engine.step: [
         replace(event, text="\x1b]0;title\x07[bold]") for event in step()

@@ -146,6 +146,15 @@ def test_max_tokens_is_cut_to_what_the_context_leaves(server, http):
     assert body["usage"]["total_tokens"] == server.service.bounds.max_seq_len
 
 
+def test_a_cache_smaller_than_the_context_bounds_requests(tokenizer):
+    """A chat without max_tokens may run as far as the whole cache goes, instead of being refused."""
+    engine = EngineConfig(page_size=16, num_pages=3, max_running=2)
+    with running_server(tokenizer, ServerOptions(max_seq_len=128, engine=engine)) as server, server.client() as http:
+        body = {"messages": [{"role": "user", "content": "Hi"}], "temperature": 0}
+        assert http.post("/v1/chat/completions", json=body).json()["usage"]["total_tokens"] == 48
+        check_error(http.post("/v1/completions", json={"prompt": [1] * 48}), 400, "at most 47 fit")
+
+
 def test_a_chat_without_a_template_is_the_plain_form(http, tokenizer, server):
     messages = [
         {"role": "system", "content": "Be short."},
