@@ -54,9 +54,11 @@ def make_prompts(count: int, lengths: list[int], vocab_size: int, seed: int) -> 
     ]
 
 
-def timed(call: Callable[[], Any], device: torch.device, repeats: int) -> tuple[float, Any]:
-    """Median seconds of `repeats` calls after one, and the last result."""
-    call()
+def timed(
+    call: Callable[[], Any], device: torch.device, repeats: int, warm_up: Callable[[], Any] | None = None
+) -> tuple[float, Any]:
+    """Median seconds of `repeats` calls after one (or after `warm_up`), and the last result."""
+    (warm_up or call)()
     times = []
     for _ in range(repeats):
         synchronise(device)
@@ -115,7 +117,8 @@ class Benchmark:
         engine = None  # its pages are the peer's now
         if not self.arguments.no_peers:
             run = lambda: transformers_generate(self.foreign, prompts, max(new))  # noqa: E731
-            seconds, _ = timed(run, self.device, 1)
+            warm_up = lambda: transformers_generate(self.foreign, prompts, 4)  # noqa: E731
+            seconds, _ = timed(run, self.device, 1, warm_up)
             theirs = sum(new) / seconds
             self.add(
                 f"{name}: transformers", sum(new), seconds, predicted.seconds, predicted.bound, engine_is=ours / theirs
@@ -126,6 +129,8 @@ class Benchmark:
         """Batch 1: the rate between tokens, without the prompt, beside the peers' decode."""
         (prompt,) = make_prompts(1, [prompt_tokens], self.model.config.vocab_size, 1)
         engine = self.engine(max_running=1, max_seq_len=prompt_tokens + new)
+        if engine.runner.single is not None:
+            self.tune(engine, prompt)
         first_s, rest_s = [], []
         for _ in range(4):
             engine.submit(prompt, RequestParams(GREEDY, max_new_tokens=new))
@@ -148,10 +153,24 @@ class Benchmark:
             return
         for name, call in self.single_peers(prompt, new):
             short, _ = timed(lambda call=call: call(1), self.device, 2)
-            long, _ = timed(lambda call=call: call(new), self.device, 2)
+            long, _ = timed(lambda call=call: call(new), self.device, 2, lambda call=call: call(8))
             rate = (new - 1) / (long - short)
             self.add(f"1 request: {name}, decoding", new - 1, long - short, step.seconds * (new - 1), step.bound,
                      engine_is=ours / rate, first_token_ms=1e3 * short)  # fmt: skip
+
+    def tune(self, engine: Engine, prompt: list[int]) -> None:
+        """Time the candidates of the matrix-vector kernels' configuration and leave the quickest in force."""
+        from kernel.matvec import matvec_candidates
+
+        found = []
+        for config in matvec_candidates(self.device):
+            engine.runner.single.config = config
+            engine.runner.graphs.captured.clear()
+            run = lambda: engine.generate([prompt], RequestParams(GREEDY, max_new_tokens=64))  # noqa: E731
+            found.append((timed(run, self.device, 3)[0], config))
+            print(f"  {1e3 * found[-1][0]:.1f} ms for 64 tokens: {config}", flush=True)
+        engine.runner.single.config = min(found, key=lambda pair: pair[0])[1]
+        engine.runner.graphs.captured.clear()
 
     def single_peers(self, prompt: list[int], new: int) -> list[tuple[str, Callable[[int], Any]]]:
         peers = [("transformers", lambda count: transformers_generate(self.foreign, [prompt], count))]

@@ -31,11 +31,10 @@ def check_engine(model: Transformer) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for invariant in (False, True):
         settings = dict(max_running=8, max_seq_len=256, prefix_sharing=False, batch_invariant=invariant)
-        params = [RequestParams(SAMPLED, max_new_tokens=32, index=i) for i in range(8)]
-        together = Engine(model, EngineConfig(**settings)).generate(prompts, params)
-        alone = [
-            Engine(model, EngineConfig(**settings)).generate([p], [q])[0] for p, q in zip(prompts, params, strict=True)
-        ]
+        params = [RequestParams(SAMPLED, max_new_tokens=16, index=i) for i in range(8)]
+        engine = Engine(model, EngineConfig(**settings))
+        together = engine.generate(prompts, params)
+        alone = [engine.generate([p], [q])[0] for p, q in zip(prompts, params, strict=True)]
         errors = log_prob_errors(model, together)
         pairs = [
             (a.log_probs[i], b.log_probs[i])

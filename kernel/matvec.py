@@ -4,7 +4,7 @@ Nothing is allocated, so a step can be captured in a CUDA graph. On compute capa
 by programmatic dependent launch; under Triton's interpreter they run on CPU tensors.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -43,6 +43,17 @@ SMALL = 2**23
 def default_matvec_config(device: torch.device) -> MatvecConfig:
     """PDL needs compute capability 9."""
     return MatvecConfig(pdl=device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0))
+
+
+def matvec_candidates(device: torch.device) -> list[MatvecConfig]:
+    """Configurations worth timing on a device, the default first."""
+    default = default_matvec_config(device)
+    return [
+        default,
+        replace(default, tile=8192, programs=3),
+        replace(default, tile=32768, small_tile=16384, programs=1),
+        replace(default, pdl=False),
+    ]
 
 
 def matvec_runs(widths: list[int], head_dim: int, device: torch.device) -> bool:
