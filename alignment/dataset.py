@@ -132,6 +132,14 @@ def check_disjoint(train: Iterable[Problem], held_out: Iterable[Problem]) -> Non
             raise UserError(f"held-out problem {problem.id} is training problem {other}; give the two other splits")
 
 
+def without_repeats(problems: Iterable[Problem]) -> list[Problem]:
+    """The problems without those whose question came before: what is asked twice says nothing twice."""
+    first = {}
+    for problem in problems:
+        first.setdefault(normal_question(problem.question), problem)
+    return list(first.values())
+
+
 def normal_question(text: str) -> str:
     return " ".join(text.lower().split())
 

@@ -15,7 +15,7 @@ import torch
 from omegaconf import MISSING, DictConfig
 from rich.progress import Progress
 
-from alignment.dataset import DatasetConfig, load_problems
+from alignment.dataset import DatasetConfig, load_problems, without_repeats
 from alignment.drgrpo_grader import RULES, Grader
 from alignment.drgrpo_grader_extract import MODES
 from alignment.evaluate_answers import FILE_NAME, Answer, Asking, Examinee, answer_all, read_answers
@@ -86,7 +86,9 @@ def run_evaluation(config: AlignmentEvaluateConfig) -> list[Figure]:
     model, tokenizer, _ = load_model(path := resolve_checkpoint(config.run, config.checkpoint), device)
     fmt = load_prompt_format(config.prompt, tokenizer, path)
     room = model.config.max_seq_len - 1
-    problems, prompts, dropped = encode_prompts(load_problems(config.data), fmt, tokenizer, room)
+    drawn = load_problems(config.data)
+    different = without_repeats(drawn)  # repeated questions would make the intervals too narrow
+    problems, prompts, dropped = encode_prompts(different, fmt, tokenizer, room)
     longest = min(max(map(len, prompts)) + config.max_new_tokens, model.config.max_seq_len)
     engine = build_rollout_engine(config.rollout, model, tokenizer, device, longest)
     with Grader(config.mode or fmt.mode, config.rules, config.grader_workers) as grader:
@@ -97,7 +99,8 @@ def run_evaluation(config: AlignmentEvaluateConfig) -> list[Figure]:
         figures.append(compare(answers, config.baseline, config.seed))
     report = {
         "run": {"name": config.name, "checkpoint": str(path), "device": str(device), "torch": torch.__version__,
-                "commit": git_commit(), "problems": len(problems), "problems_too_long": dropped},
+                "commit": git_commit(), "problems": len(problems), "problems_too_long": dropped,
+                "problems_repeated": len(drawn) - len(different)},
         "figures": [figure.fields() for figure in figures],
         "by_source": {source: figure.fields() for source, figure in by_source(answers, config.seed).items()},
         "rows": [generation_row(model.config, answers, config, device, seconds, written)] if written else [],

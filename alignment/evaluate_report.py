@@ -37,6 +37,8 @@ def build_page(report: dict[str, Any], answers: list[list[Answer]]) -> str:
     told.append(f"{facts['problems']:,} problems, {len(answers[0])} samples each")
     if facts["problems_too_long"]:
         told.append(f"{facts['problems_too_long']} left out, too long for the model's window")
+    if facts["problems_repeated"]:
+        told.append(f"{facts['problems_repeated']:,} left out, asked before")
     flat = [one for samples in answers for one in samples]
     sections = [
         f'<div class="title"><h1>{escape(facts["name"])}</h1></div>',
@@ -127,6 +129,9 @@ def print_evaluation(report: dict[str, Any], page: Path) -> None:
         table.add_row(name, shown(name, one["value"]), f"{shown(name, one['low'])} to {shown(name, one['high'])}")
     console = Console()
     console.print(table)
+    for name, why in (("problems_repeated", "ask what another one asks"), ("problems_too_long", "exceed the window")):
+        if report["run"][name]:
+            console.print(f"{report['run'][name]:,} problems left out: they {why}", highlight=False)
     for row in report["rows"]:
         told = f"{row['quantity']}: predicted {row['predicted']:.2f} s, measured {row['measured']:.2f} s"
         console.print(f"{told} ({row['note']})", highlight=False, markup=False, soft_wrap=True)

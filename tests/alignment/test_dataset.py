@@ -6,7 +6,7 @@ import re
 import pytest
 
 from alignment.arithmetic import LEVELS, make_problem
-from alignment.dataset import DatasetConfig, check_disjoint, load_problems, problem_record
+from alignment.dataset import DatasetConfig, check_disjoint, load_problems, problem_record, without_repeats
 from alignment.problem import HELD_OUT_SHARE, Problem, split_of
 from configs.errors import UserError
 
@@ -130,6 +130,11 @@ def test_broken_rows_are_named(tmp_path, line, message):
 def test_wrong_configs_are_refused(arguments, message):
     with pytest.raises(UserError, match=message):
         DatasetConfig(**arguments)
+
+
+def test_repeated_questions_are_left_out_in_order():
+    problems = [Problem(str(i), question, "1", "s") for i, question in enumerate(("a b", "c", "A  b", "d", "c"))]
+    assert [problem.id for problem in without_repeats(problems)] == ["0", "1", "3"]
 
 
 def test_missing_file_and_overlap_are_refused(tmp_path):

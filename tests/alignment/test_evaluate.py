@@ -180,7 +180,16 @@ def test_a_killed_evaluation_goes_on_and_ends_with_the_same_lines(tmp_path):
 
 def test_page_escapes_what_a_model_wrote():
     evil = [[answer_of(0, 0, "<script>alert(1)</script>\x1b[2J", response="<img src=x onerror=alert(1)>")]]
-    facts = dict(name="<b>", checkpoint="c", device="cpu", torch="2", commit="x", problems=1, problems_too_long=0)
+    facts = dict(
+        name="<b>",
+        checkpoint="c",
+        device="cpu",
+        torch="2",
+        commit="x",
+        problems=1,
+        problems_too_long=0,
+        problems_repeated=0,
+    )
     figures = [figure.fields() for figure in summarise(evil, [1], 0)]
     page = build_page({"run": facts, "figures": figures, "by_source": {}, "rows": []}, evil)
     assert (
@@ -197,7 +206,8 @@ def config_of(tmp_path, *overrides: str) -> AlignmentEvaluateConfig:
         "alignment_evaluate",
         [
             "name=sums", f"runs_dir={tmp_path}", f"run={rl_start()}", "device=cpu", "data.level=one_digit_sums",
-            "data.size=12", "data.split=train", "max_new_tokens=24", "prompt.template=r1_short", "grader_workers=0", *overrides,
+            "data.size=12", "data.split=train", "max_new_tokens=24", "prompt.template=r1_short", "grader_workers=0",
+            *overrides,
         ],
     )  # fmt: skip
 
@@ -206,7 +216,8 @@ def test_script_writes_a_run_and_greedy_equals_the_engine_in_any_batch(tmp_path)
     figures = {figure.name: figure for figure in run_evaluation(config_of(tmp_path, "requests_at_once=5"))}
     assert 0 < figures["accuracy"].value <= 1 and figures["right form"].value > 0.5
     report = json.loads((tmp_path / "sums" / "report.json").read_text())
-    assert report["rows"][0]["predicted"] > 0 and report["run"]["problems"] == 12
+    facts = report["run"]
+    assert report["rows"][0]["predicted"] > 0 and facts["problems"] + facts["problems_repeated"] == 12
     assert "accuracy" in (tmp_path / "sums" / "report.html").read_text()
     again = run_evaluation(config_of(tmp_path, "name=other", "requests_at_once=100", f"baseline={tmp_path}/sums"))
     lines = [(tmp_path / name / "answers.jsonl").read_text() for name in ("sums", "other")]
