@@ -7,7 +7,7 @@ Writes runs/<name>/: config.yaml, answers.jsonl (a line for each response), repo
 goes on where a killed one stopped. `baseline=runs/other` compares with another evaluation, problem by problem.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import hydra
@@ -18,7 +18,7 @@ from rich.progress import Progress
 from alignment.dataset import DatasetConfig, load_problems, without_repeats
 from alignment.drgrpo_grader import RULES, Grader
 from alignment.drgrpo_grader_extract import MODES
-from alignment.evaluate_answers import FILE_NAME, Answer, Asking, Examinee, answer_all, read_answers
+from alignment.evaluate_answers import Answer, Asking, Examinee, answer_all, read_answers
 from alignment.evaluate_report import print_evaluation, write_evaluation_report
 from alignment.evaluate_summary import Figure, against, by_source, summarise
 from alignment.problem import Problem
@@ -81,9 +81,11 @@ class AlignmentEvaluateConfig:
 
 def run_evaluation(config: AlignmentEvaluateConfig) -> list[Figure]:
     """Ask, grade, summarise, and write the run directory; returns the figures."""
-    run_dir = open_run(config)
+    path = resolve_checkpoint(config.run, config.checkpoint)
+    # The checkpoint is part of the record: a run that trains on must not lend one evaluation two of them.
+    run_dir = open_run(replace(config, run=None, checkpoint=str(path)))
     device = choose_device(config.device, local_rank=0)
-    model, tokenizer, _ = load_model(path := resolve_checkpoint(config.run, config.checkpoint), device)
+    model, tokenizer, _ = load_model(path, device)
     fmt = load_prompt_format(config.prompt, tokenizer, path)
     room = model.config.max_seq_len - 1
     drawn = load_problems(config.data)
@@ -114,11 +116,11 @@ def run_evaluation(config: AlignmentEvaluateConfig) -> list[Figure]:
 
 
 def open_run(config: AlignmentEvaluateConfig) -> RunDir:
-    """The run directory, new or begun with the same config; UserError when it holds another evaluation."""
+    """The run directory, new or begun with the same config; UserError when it holds anything else."""
     run_dir = RunDir(Path(config.runs_dir) / config.name)
     text, path = config_to_yaml(config), run_dir.path / "config.yaml"
-    if path.exists() and path.read_text(encoding="utf-8") != text and (run_dir.path / FILE_NAME).exists():
-        raise UserError(f"{run_dir.path} holds an evaluation with another config; give another name or remove it")
+    if path.exists() and path.read_text(encoding="utf-8") != text:
+        raise UserError(f"{run_dir.path} holds a run with another config or checkpoint; give another name")
     run_dir.path.mkdir(parents=True, exist_ok=True)
     run_dir.write_text("config.yaml", text)
     return run_dir

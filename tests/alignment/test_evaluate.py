@@ -245,6 +245,11 @@ def test_wrong_configs_are_refused(tmp_path):
     run_evaluation(config_of(tmp_path, "data.size=2"))
     with pytest.raises(UserError, match="another config"):
         run_evaluation(config_of(tmp_path, "data.size=3"))
+    (tmp_path / "trained").mkdir()
+    (tmp_path / "trained" / "config.yaml").write_text("max_steps: 5\n")
+    with pytest.raises(UserError, match="another config"):  # a training run's directory is not written over
+        run_evaluation(config_of(tmp_path, "name=trained", "data.size=2"))
+    assert (tmp_path / "trained" / "config.yaml").read_text() == "max_steps: 5\n"
     with pytest.raises(UserError, match="answers to none of these problems"):
         run_evaluation(config_of(tmp_path, "name=b", "data.size=2", "data.seed=7", f"baseline={tmp_path}/sums"))
     with pytest.raises(UserError, match="max_tokens=63 is less than the shortest prompt"):
