@@ -13,6 +13,7 @@ from configs.errors import UserError
 from llm.bpe_tokenizer_pattern import PATTERNS, SMOLLM
 
 END_OF_TEXT = "<|endoftext|>"
+MAX_UNUSED_IDS = 1 << 16  # a vocabulary may leave some ids out, not as many as a file cares to name
 END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>")
 
 
@@ -109,20 +110,24 @@ def tiktoken_ranks(model: BpeModel) -> bytes:
 def parse_tokenizer_json(content: bytes, where: str) -> BpeModel:
     """Read a byte-level BPE tokenizer.json; UserError, opening with `where`, when it is not one."""
     try:
-        value = json.loads(content)
-        model = value["model"]
-        vocab, merges = model["vocab"], model["merges"]
-        kind = model.get("type", "BPE")
-    except (ValueError, KeyError, TypeError) as error:
+        return _parse(json.loads(content), where)
+    except UserError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise UserError(f"{where} is not a tokenizer.json ({error!r}); make it with llm.bpe_training") from error
+
+
+def _parse(value: dict[str, Any], where: str) -> BpeModel:
+    model = value["model"]
+    vocab, merges = model["vocab"], model["merges"]
+    kind = model.get("type", "BPE")
     _require(kind == "BPE" and isinstance(vocab, dict), where, f"model type {kind!r}", "only BPE is read")
     for name in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
         _require(not model.get(name), where, f"model.{name}={model.get(name)!r}", "byte-level BPE has none")
     printable = all(BYTE_CHARS[byte] in vocab for byte in range(0x20, 0x7F))
     _require(printable, where, "a vocabulary without the bytes of ASCII", "byte-level BPE has them")
     added = {token["content"]: token["id"] for token in value.get("added_tokens") or []}
-    size = 1 + max(*vocab.values(), *added.values(), 0)
-    token_bytes = [b""] * size
+    token_bytes = [b""] * _vocab_size([*vocab.values(), *added.values()], where)
     for token, index in vocab.items():
         if token not in added:
             token_bytes[index] = _chars_to_bytes(token, where)
@@ -139,6 +144,14 @@ def parse_tokenizer_json(content: bytes, where: str) -> BpeModel:
         _parse_start(value.get("post_processor"), added),
         bytes([byte for byte in range(256) if BYTE_CHARS[byte] not in vocab]),
     )
+
+
+def _vocab_size(ids: list[int], where: str) -> int:
+    """One more than the largest id, when it lies near the number of tokens: memory follows it."""
+    allowed = range(2 * len(ids) + MAX_UNUSED_IDS)
+    foreign = [index for index in ids if type(index) is not int or index not in allowed]
+    _require(not foreign, where, f"token ids such as {foreign[:1]}", f"ids are numbers below {len(allowed)} here")
+    return 1 + max(ids)
 
 
 def _require(condition: bool, where: str, what: str, rule: str) -> None:

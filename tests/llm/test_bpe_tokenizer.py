@@ -373,6 +373,10 @@ def test_nfc_normalizer_is_applied():
         ),
         (lambda v: v["model"]["vocab"].update({"語": 5000}), "byte-level characters"),
         (lambda v: v.pop("model"), "not a tokenizer.json"),
+        (lambda v: v["model"]["vocab"].update(a=2**50), "token ids such as"),
+        (lambda v: v["model"]["vocab"].update(a="1"), "token ids such as"),
+        (lambda v: v["added_tokens"][0].pop("id"), "not a tokenizer.json"),
+        (lambda v: v.update(pre_tokenizer=[1]), "not a tokenizer.json"),
     ],
 )
 def test_foreign_files_that_are_not_byte_level_bpe_are_refused(tokenizer, change, message):
