@@ -85,6 +85,13 @@ def build_rollout_engine(
     return engine
 
 
+def close_engine(engine: RolloutEngine) -> None:
+    """End what an engine runs beside this process; ours runs nothing."""
+    close = getattr(engine, "close", None)
+    if close is not None:
+        close()
+
+
 def check_completions(completions: list[Completion], version: int, num_ids: int) -> None:
     """Raise RuntimeError unless every token has what learning needs and comes from the weights `version`.
 

@@ -85,6 +85,11 @@ class VllmEngine:
             raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
         self.weight_version = version
 
+    def close(self) -> None:
+        """End vLLM's processes and remove the weights' files; else they end with this process, noisily."""
+        self.llm.llm_engine.engine_core.shutdown()
+        self.directory.cleanup()
+
     def generate(self, prompts: list[list[int]], params: list[RequestParams]) -> list[Completion]:
         """A completion for each prompt, in order."""
         requests = [self.vllm.TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]

@@ -17,6 +17,7 @@ import hydra
 from omegaconf import DictConfig
 
 from alignment.cost_model import Lengths, predict_batch
+from alignment.rollout import close_engine
 from alignment.train_rl_clock import python_call_s
 from alignment.train_rl_collect import Collected
 from alignment.train_rl_config import TrainRlConfig
@@ -52,6 +53,7 @@ def train_rl(config: TrainRlConfig) -> dict[str, Any]:
             print_finish(run, state)
             if run.rollout is not None:
                 run.rollout.grader.close()
+                close_engine(run.rollout.engine)
     finally:
         close_mesh(world)
     if signals.requested == signal.SIGINT:

@@ -9,7 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from alignment.rollout import RolloutConfig, build_rollout_engine, check_completions, sampler_log_probs
+from alignment.rollout import (
+    RolloutConfig,
+    build_rollout_engine,
+    check_completions,
+    close_engine,
+    sampler_log_probs,
+)
 from configs.errors import UserError
 from llm.engine_request import Completion, RequestParams
 from llm.model_loading import load_model, resolve_checkpoint
@@ -32,7 +38,8 @@ def made(request, start):
     """The engine of this name over a copy of the model, with the tolerance that its kernels need."""
     model, tokenizer = start
     engine = build_rollout_engine(RolloutConfig(engine=request.param), model, tokenizer, torch.device("cpu"))
-    return engine, ENGINE_LOG_PROBS if request.param == "ours" else VLLM_LOG_PROBS
+    yield engine, ENGINE_LOG_PROBS if request.param == "ours" else VLLM_LOG_PROBS
+    close_engine(engine)
 
 
 @pytest.fixture
