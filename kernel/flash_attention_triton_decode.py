@@ -7,7 +7,7 @@ cache_lens[b] - T + t of its sequence and sees the tokens up to itself. No gradi
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -216,8 +216,8 @@ def run_decode(
     num_chunks, items = chunk_counts(q, side_by_side, call, config)
     whole = runs_whole(q, side_by_side, call, config)
     chunk_tiles = num_blocks(call.split_keys, config.block_n) if call.split_keys else 0
-    if whole:
-        num_chunks, items = 1, B
+    if whole:  # twice as many programs at once, of half the shared memory, for sequences of a few tiles
+        num_chunks, items, config = 1, B, replace(config, block_n=min(config.block_n, 64))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
     # Aiming at one chunk, the plan cuts no sequence.
