@@ -291,6 +291,8 @@ def test_workers_decide_what_this_process_does_not_read():
     with Grader("pair", num_workers=2, timeout_s=60.0) as grader:
         assert [v.correct for v in grader.verdicts(responses, truths)] == [True, True, False, True]
         assert grader.pool.threads is not None
+        assert not grader.verdict("\\int_0^1 x^2 dx", "0.333333").correct
+        assert grader.verdict("\\int_0^1 x^2 dx", "1/3").correct
 
 
 def test_a_worker_that_hangs_is_killed_and_replaced_off_the_main_thread(tmp_path):

@@ -175,6 +175,13 @@ def test_engine_ids_are_kept_as_they_are():
     assert response_example([1], []).num_response_tokens == 0
 
 
+def test_ids_that_their_own_text_would_not_give_are_trained_as_they_are():
+    tokenizer = bytes_tokenizer("<|endoftext|>")
+    ids = [tokenizer.encode("H")[0], tokenizer.encode("o")[0]]
+    assert tokenizer.encode(tokenizer.decode(ids)) != ids  # written as text and encoded again, they would merge
+    assert response_example([tokenizer.eot_id], ids).token_ids[1:] == ids
+
+
 def test_too_long_examples_and_prompts_are_left_out_and_counted():
     tokenizer = bytes_tokenizer("<|endoftext|>")
     fmt = prompt_format(PromptConfig("r1_short"), tokenizer)
