@@ -19,6 +19,7 @@ from configs.report_profile import Profile, memory_figure, profile_section, read
 from configs.report_rl import FILE_NAME as COMPLETIONS
 from configs.report_rl import completions_section, rl_figures
 from configs.report_samples import Sample, printable, read_samples
+from configs.report_schedule import schedule_section
 from configs.run_dir import read_json, read_jsonl, write_text_atomic
 
 FILE_NAME = "report.html"
@@ -86,6 +87,7 @@ def build_page(run: RunFiles) -> str:
     step_memory = memory_figure(run.profile.memory)
     name = escape(run_name(run))
     sections = [header(run), comparison_table(run.report.get("rows", [])), charts(figures)]
+    sections.append(schedule_section(run.report))
     sections.append(profile_section(run.profile, chart(step_memory) if step_memory else ""))
     figures += [step_memory] if step_memory else []
     sections += [

@@ -28,6 +28,7 @@ from llm.plan_shapes import meta_params
 from llm.plan_time import RankTime
 from llm.plan_time_layouts import Machine, layout_time
 from parallel.cost_model import Cluster, Link
+from parallel.pipeline_schedules_simulation import Simulation
 
 __all__ = [
     "MemoryPrediction",
@@ -92,11 +93,19 @@ def time_keys(
         "tokens_per_s": tokens_per_s,
         "mfu": mfu(found["flops_per_token"], tokens_per_s, peak and peak * world_size),
         "exposed_s": time.step.exposed_s,
+        "exposed_by_axis_s": time.exposed_by_axis,
         "notes": notes,
     }
     if time.simulation is not None:
-        keys |= {"bubble": time.idle_s / time.step_s, "schedule": time.simulation.rows()}
+        keys |= {"bubble": time.idle_s / time.step_s, "schedule": schedule_of(time.simulation)}
     return keys
+
+
+def schedule_of(simulation: Simulation) -> dict[str, Any]:
+    """A pipeline's step on paper, to be drawn."""
+    schedule = simulation.schedule
+    facts = {"name": schedule.name, "ranks": schedule.ranks, "micro_batches": schedule.micro_batches}
+    return facts | {"seconds": simulation.total, "rows": simulation.rows()}
 
 
 def predict_workload(work: Workload, hardware: Hardware, lora: LoraConfig = LoraConfig()) -> dict[str, Any]:

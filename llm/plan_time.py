@@ -6,7 +6,7 @@ assumed to be the same.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from configs.errors import UserError
 from llm.args import HardwareConfig
@@ -40,6 +40,7 @@ class RankTime:
     host_s: float
     idle_s: float | None = None  # of a rank of the pipeline, on average
     simulation: Simulation | None = None  # the schedule on paper
+    exposed_by_axis: dict[str, float] = field(default_factory=dict)  # seconds in which this rank waits, by mesh axis
 
     @property
     def step_s(self) -> float:

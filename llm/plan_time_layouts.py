@@ -45,6 +45,14 @@ class RankWork:
     compute: Compute
     host_s: float
     rates: Rates
+    stalls_s: dict[str, float]  # of a micro-batch, within its layers, over tp and over cp
+
+    def waits(self, seconds_of: Callable[[Message], float]) -> dict[str, float]:
+        """Seconds of a step that this rank waits for messages within its layers and for what tp sums after them."""
+        waits = {axis: self.share.layout.micro_batches * stall for axis, stall in self.stalls_s.items()}
+        if "tp" in waits:
+            waits["tp"] += sum(seconds_of(m) for m in self.messages if m.axis == "tp" and m.phase == "matrices")
+        return waits
 
 
 def layout_time(config: TrainConfig, params: list[Param], machine: Machine, world_size: int, rank: int = 0) -> RankTime:
@@ -56,7 +64,11 @@ def layout_time(config: TrainConfig, params: list[Param], machine: Machine, worl
     own = rank_work(config, params, machine, degrees, rank)
     data = [message for message in own.messages if is_of_data(message)]
     step = step_time(data, own.compute, own.share.layout, seconds_of)
-    return RankTime(after(step, own.messages, seconds_of), own.host_s)
+    waits = own.waits(seconds_of)
+    rest = step.exposed_s - own.share.layout.micro_batches * sum(own.stalls_s.values())
+    for axis in dict.fromkeys(message.axis for message in data if message.phase != "host"):  # the first has them all
+        waits[axis], rest = max(0.0, rest), 0.0
+    return RankTime(after(step, own.messages, seconds_of), own.host_s, exposed_by_axis=waits)
 
 
 def is_of_data(message: Message) -> bool:
@@ -80,34 +92,51 @@ def rank_work(config: TrainConfig, params: list[Param], machine: Machine, degree
     checkpointing = config.parallel.activation_checkpointing
     compute = compute_of(share.work, machine.rates, share.layout, checkpointing, data)
     seconds_of = message_seconds(degrees, machine.cluster)
-    compute = with_stalls(compute, share.work, machine.rates, messages, seconds_of)
+    stalls = {
+        axis: stalls_of([m for m in messages if m.axis == axis], compute, share.work, machine.rates, seconds_of)
+        for axis in ("tp", "cp")
+        if getattr(degrees, axis) > 1
+    }
+    compute = with_stalls(compute, list(stalls.values()))
     host = predict_step_time(share.work, machine.rates).host_s
     if machine.device == "cuda":
         host += COLLECTIVE_OPS * machine.rates.op_overhead_s * len(messages) * share.layout.micro_batches / count
-    return RankWork(share, messages, compute, host, machine.rates)
+    waits = {axis: sum(map(sum, both)) for axis, both in stalls.items()}
+    return RankWork(share, messages, compute, host, machine.rates, waits)
 
 
-def with_stalls(
-    compute: Compute, work: Workload, rates: Rates, messages: list[Message], seconds_of: Callable[[Message], float]
-) -> Compute:
-    """The seconds that a micro-batch waits within each stage of this rank for tensor and context parallelism."""
+Stalls = tuple[list[float], list[float]]  # seconds by stage, of forward and of backward
+
+
+def with_stalls(compute: Compute, stalls: list[Stalls]) -> Compute:
+    """The computation with the seconds that each stage waits for messages of its own."""
+    if not stalls:
+        return compute
+    forward, backward = (tuple(map(sum, zip(*side, strict=True))) for side in zip(*stalls, strict=True))
+    return replace(compute, forward_stalls_s=forward, backward_stalls_s=backward)
+
+
+def stalls_of(
+    messages: list[Message], compute: Compute, work: Workload, rates: Rates, seconds_of: Callable[[Message], float]
+) -> Stalls:
+    """The seconds that one micro-batch waits within each stage of this rank for the messages of the tp or cp axis."""
     stalls = {"forward": [0.0] * len(compute.forward_s), "backward": [0.0] * len(compute.forward_s)}
-    ring = [message for message in messages if message.axis == "cp" and message.op == "exchange"]
+    ring = [message for message in messages if message.op == "exchange"]
     last, layers = len(compute.forward_s) - 1, work.model.num_layers
     for message in messages:
-        if message.axis not in ("tp", "cp") or message.op == "exchange" or message.phase not in stalls:
+        if message.op == "exchange" or message.phase not in stalls or message.micro_batch:
             continue
-        if message.micro_batch == 0 and 1 <= message.stage <= layers:  # all of a rank's blocks are alike
+        if 1 <= message.stage <= layers:  # all of a rank's blocks are alike
             for place in range(1, last):
                 stalls[message.phase][place] += seconds_of(message) / work.part.tensor_chunks / work.layers
-        elif message.micro_batch == 0:
+        else:
             stalls[message.phase][min(last, message.stage)] += seconds_of(message)
     if ring:
         forward, backward = ring_waits(work, rates, ring, seconds_of)
         for place in range(1, last):
             stalls["forward"][place] += forward
             stalls["backward"][place] += backward
-    return replace(compute, forward_stalls_s=tuple(stalls["forward"]), backward_stalls_s=tuple(stalls["backward"]))
+    return stalls["forward"], stalls["backward"]
 
 
 def ring_waits(
@@ -136,7 +165,11 @@ def pipeline_time(config: TrainConfig, params: list[Param], machine: Machine, de
     exposed = max(0.0, simulation.total + max(tails) - busy)
     step = StepTime(busy + exposed, busy, exposed)
     idle = sum(simulation.idle) / len(simulation.idle)
-    return RankTime(step, own.host_s, idle, simulation)
+    waits = own.waits(seconds_of) | {"pp": simulation.idle[neighbours.index(rank)]}
+    sums = [m for m in own.messages if is_of_data(m) and m.phase != "host"]
+    if sums:  # which nothing hides
+        waits[sums[0].axis] = sum(map(seconds_of, sums))
+    return RankTime(step, own.host_s, idle, simulation, waits)
 
 
 def simulated(
@@ -159,8 +192,10 @@ def stage_durations(own: RankWork, pieces: range, config: TrainConfig, send_s: f
     compute, work, layers = own.compute, own.share.work, config.model.num_layers
     blocks = sum(1 <= piece <= layers for piece in pieces)
     places = ([0] if 0 in pieces else []) + [1] * blocks + ([-1] if layers + 1 in pieces else [])
-    forward = sum(compute.forward_s[place] + compute.forward_stalls_s[place] for place in places)
-    backward = sum(compute.backward_s[place] + compute.backward_stalls_s[place] for place in places)
+    forward, backward = (
+        sum(operation.seconds + operation.stall_s for operation in map(side, places))
+        for side in (compute.forward, compute.backward)
+    )
     rates, weight = own.rates, 0.0
     if config.parallel.pp_schedule == "zero_bubble":
         weight = blocks * block_products_s(work, rates)

@@ -37,6 +37,7 @@ class Communication:
         self.log = mesh.log
         self.lines: list[dict[str, Any]] = []  # for comm.jsonl, not written yet
         self.sums: dict[str, dict[str, float]] = {}  # of all steps, by axis
+        self.waited_s = 0.0  # for activations and gradients of other stages, in all steps
         self.steps = 0
 
     def take(self, phase: str, step: int) -> None:
@@ -47,6 +48,8 @@ class Communication:
                 sums = self.sums.setdefault(line["axis"], dict.fromkeys(SUMMED, 0))
                 for field in SUMMED:
                     sums[field] += line[field]
+                if (line["axis"], line["op"]) == ("pp", "exchange"):
+                    self.waited_s += line["exposed_seconds"]
 
     def written(self) -> list[dict[str, Any]]:
         """The lines since the last call."""
@@ -59,17 +62,31 @@ class Communication:
             return {}
         return {axis: {field: sums[field] / self.steps for field in SUMMED} for axis, sums in self.sums.items()}
 
+    def idle_s(self) -> float:
+        """Seconds of an average step in which this rank waited for a neighbour of its pipeline."""
+        return self.waited_s / self.steps if self.steps else 0.0
+
 
 def communication_rows(predicted: dict[str, Any], measured: dict[str, Any]) -> list[dict[str, Any]]:
     """Rows of the report's table for each axis: bytes a step, seconds a step, and those that nothing hid."""
     expected, seen = predicted.get("communication") or {}, measured.get("communication") or {}
-    rows = []
+    exposed, rows = predicted.get("exposed_by_axis_s") or {}, []
+    if predicted.get("bubble") is not None:
+        both = {key: said.get("bubble") for key, said in (("predicted", predicted), ("measured", measured))}
+        note = f"{predicted['schedule']['name']}, {predicted['schedule']['micro_batches']} micro-batches; mean of ranks"
+        row = {"quantity": "waiting for other stages", "unit": "fraction", **both, "note": note}
+        rows.append(row | {"ratio": ratio_of(both["predicted"], both["measured"])})
     for axis in sorted(expected.keys() | seen.keys()):
         wanted, got = expected.get(axis, {}).get("bytes"), seen.get(axis, {})
         ratio = got["bytes"] / wanted if wanted and got else None
         row = {"quantity": f"sent over {axis}", "unit": "bytes", "predicted": wanted, "measured": got.get("bytes")}
         rows.append(row | {"ratio": ratio, "note": "a step, on one rank"})
         for name, field in (("time of it", "seconds"), ("exposed", "exposed_seconds")):
-            row = {"quantity": f"{name} ({axis})", "unit": "s", "predicted": None, "measured": got.get(field)}
-            rows.append(row | {"ratio": None, "note": "a step, waiting for peers included"})
+            said = exposed.get(axis) if name == "exposed" else None
+            row = {"quantity": f"{name} ({axis})", "unit": "s", "predicted": said, "measured": got.get(field)}
+            rows.append(row | {"ratio": ratio_of(said, got.get(field)), "note": "a step, waiting for peers included"})
     return rows
+
+
+def ratio_of(predicted: float | None, measured: float | None) -> float | None:
+    return measured / predicted if predicted and measured is not None else None

@@ -1,5 +1,6 @@
 """A run's numbers: the prediction before step 1, the memory of the first steps, and the line of each logged step."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,9 +11,13 @@ from llm.cost_model import predict_run
 from llm.cost_model_lora import flops_per_trained_token
 from llm.metrics import mfu
 from llm.metrics_memory import PeakMemory, held_tensors
+from llm.plan_links import links_of
 from llm.training_communication import OTHER, STEP, predict_communication
 from llm.training_setup import Trainer
 from llm.training_step import StepResult
+from parallel.collectives import all_reduce_sum
+from parallel.pipeline_parallel_strategy import PipelineParallel
+from parallel.tensor_parallel_strategy import TensorParallel
 
 # The first step makes the optimizer's state, so the peak of a usual step is seen in the second.
 MEASURED_STEPS = 2
@@ -25,11 +30,24 @@ def predict(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
         "world_size": trainer.mesh.world_size,
         "dtype": trainer.config.dtype,
         "compile": trainer.config.compile,
-        "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
+        "parameters": count_whole(trainer),
         "tokenizer_sha256": trainer.tokenizer.sha256,
     }
-    predicted = predict_run(trainer.config, trainer.hardware, trainer.mesh.world_size)
+    mesh = trainer.mesh
+    predicted = predict_run(
+        trainer.config, trainer.hardware, mesh.world_size, links_of(trainer.hardware, mesh), mesh.rank
+    )
     return facts, predicted | {"communication": predict_communication(trainer.config, trainer.mesh)}
+
+
+def count_whole(trainer: Trainer) -> int:
+    """Parameters of the whole model, whatever part of it this rank has."""
+    strategy = trainer.training_step.strategy
+    if isinstance(strategy, TensorParallel):
+        return sum(math.prod(place.shape) for place in strategy.placements.values())
+    if isinstance(strategy, PipelineParallel):
+        return sum(math.prod(held.shape) for held in strategy.held.values())
+    return sum(parameter.numel() for parameter in trainer.model.parameters())
 
 
 class FirstSteps:
@@ -64,6 +82,8 @@ def log_step(trainer: Trainer, result: StepResult) -> str:
     config, window = trainer.config, trainer.throughput.read()
     trainer.communication.take(STEP, trainer.step)
     loss, z_loss = result.mean_losses(trainer.mesh)
+    idle_s = torch.tensor(trainer.communication.idle_s(), dtype=torch.float64)
+    idle_s = float(all_reduce_sum(idle_s, trainer.mesh, "pp")) / trainer.mesh.size("pp")
     flops = flops_per_trained_token(config.model, config.lora, config.data.seq_len)
     peak = trainer.hardware.peak_flops(config.dtype)
     tokens_per_s = window.tokens_per_s or None
@@ -88,13 +108,15 @@ def log_step(trainer: Trainer, result: StepResult) -> str:
     trainer.record.communication(trainer.communication.written())
     trainer.record.measure(communication=trainer.communication.per_step())
     measure_totals(trainer, flops, peak)
+    if trainer.mesh.size("pp") > 1 and trainer.throughput.total.steps:
+        trainer.record.measure(bubble=idle_s / trainer.throughput.total.step_s)
     return f"loss {loss:.4f}, {tokens_per_s:,.0f} tokens/s" if tokens_per_s else f"loss {loss:.4f}"
 
 
 def measure_totals(trainer: Trainer, flops_per_token: int, peak_flops: float | None) -> None:
     """The run's averages so far, for report.json."""
     total = trainer.throughput.total
-    trainer.record.measure(parameters=sum(parameter.numel() for parameter in trainer.model.parameters()))
+    trainer.record.measure(parameters=count_whole(trainer))
     if total.steps:
         peak = peak_flops and peak_flops * trainer.mesh.world_size
         trainer.record.measure(
