@@ -13,7 +13,7 @@ from fractions import Fraction
 from alignment.drgrpo_grader_latex import Tree
 
 MAX_TERMS = 400
-MAX_PRODUCTS = 20_000  # of monomials, in one comparison: about a fifth of a second
+MAX_PRODUCTS = 8_000  # of monomials, in one comparison: about a quarter of a second
 MAX_POWER = 64
 MAX_BITS = 4_096
 MAX_DIVISOR = 1_000
