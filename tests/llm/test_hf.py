@@ -3,7 +3,6 @@
 The models are random and small, one a family; the tokenizer is trained here. Nothing is downloaded.
 """
 
-import json
 import shlex
 import shutil
 import subprocess
@@ -19,7 +18,6 @@ from configs.errors import UserError
 from configs.loader import compose_config
 from llm import hf_export, hf_import, training
 from llm.args import TrainConfig
-from llm.bpe_tokenizer import Tokenizer
 from llm.checkpoint import load_checkpoint, save_checkpoint
 from llm.generating_loop import GenerationLimits, generate
 from llm.hf_checkpoint import write_checkpoint
@@ -29,74 +27,16 @@ from parallel.sharded_checkpoint_pieces import Piece, whole
 from tests.tolerances import FP32_FORWARD
 
 transformers = pytest.importorskip("transformers")
+hf_models = pytest.importorskip("tests.llm.hf_models")
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "vocab_size": 384,
-    "initializer_range": 0.2,  # of the usual size the logits would hardly differ from each other
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
-FAMILIES = {
-    "llama": ("Llama", {"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "rope_scaling": LLAMA3}),
-    "smollm": ("Llama", {"tie_word_embeddings": True, "rope_theta": 100000.0}),
-    "mistral": ("Mistral", {"sliding_window": None}),
-    "qwen2": ("Qwen2", {"tie_word_embeddings": True, "rope_theta": 1e6}),
-    "qwen3": ("Qwen3", {"head_dim": 16}),
-    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "qwen3_moe": (
-        "Qwen3Moe",
-        {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
-    ),
-}
-TEMPLATE = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}"
 
 
 @pytest.fixture(scope="module")
 def tokenizer_files(tiny_corpus, tmp_path_factory) -> Path:
-    """The tiny tokenizer as transformers writes it, with a chat template."""
     directory = tmp_path_factory.mktemp("hf") / "tokenizer"
-    fast = transformers.AutoTokenizer.from_pretrained(tiny_corpus.tokenizer)
-    fast.chat_template = TEMPLATE
-    fast.save_pretrained(directory)
+    hf_models.write_tokenizer(tiny_corpus.tokenizer, directory)
     return directory
-
-
-def random_model(family: str):
-    """A model of transformers with random weights, norms and biases included."""
-    name, settings = FAMILIES[family]
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**SMALL | settings)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.uniform_(0.5, 1.5)
-    return model
-
-
-def saved(family: str, directory: Path, tokenizer_files: Path, **settings):
-    """The directory that save_pretrained writes, and the model."""
-    model = random_model(family)
-    model.save_pretrained(directory, **settings)
-    for file in tokenizer_files.iterdir():
-        (directory / file.name).write_bytes(file.read_bytes())
-    return model
-
-
-def imported(directory: Path, output: Path, **settings) -> Path:
-    return hf_import.body(hf_import.HfImportConfig(str(directory), str(output), **settings))
 
 
 def logits_of_ours(checkpoint: Path, ids: torch.Tensor) -> torch.Tensor:
@@ -113,19 +53,21 @@ def assert_logits_equal(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 @pytest.fixture
 def ids() -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
-    return torch.randint(0, SMALL["vocab_size"], (2, 40), generator=generator)
+    return torch.randint(0, hf_models.SMALL["vocab_size"], (2, 40), generator=generator)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", hf_models.FAMILIES)
 def test_logits_of_an_import_and_of_its_export_match_transformers(family, tmp_path, tokenizer_files, ids):
-    model = saved(family, tmp_path / "theirs", tokenizer_files)
+    model = hf_models.saved(family, tmp_path / "theirs", tokenizer_files)
     with torch.inference_mode():
         expected = model(ids).logits
-    checkpoint = imported(tmp_path / "theirs", tmp_path / "run")
+    checkpoint = hf_models.imported(tmp_path / "theirs", tmp_path / "run")
     assert_logits_equal(logits_of_ours(checkpoint, ids), expected)
     exported = hf_export.body(hf_export.HfExportConfig(run=str(tmp_path / "run"), output=str(tmp_path / "back")))
     back = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
-    same = "Llama" if family == "mistral" else FAMILIES[family][0]  # Mistral without a window is Llama's shape
+    same = (
+        "Llama" if family == "mistral" else hf_models.FAMILIES[family][0]
+    )  # Mistral without a window is Llama's shape
     assert type(back).__name__ == f"{same}ForCausalLM"
     theirs, returned = model.state_dict(), back.state_dict()
     assert theirs.keys() == returned.keys()
@@ -135,9 +77,9 @@ def test_logits_of_an_import_and_of_its_export_match_transformers(family, tmp_pa
 
 
 def test_sharded_files_import_and_export(tmp_path, tokenizer_files, ids):
-    model = saved("qwen2", tmp_path / "theirs", tokenizer_files, max_shard_size="20KB")
+    model = hf_models.saved("qwen2", tmp_path / "theirs", tokenizer_files, max_shard_size="20KB")
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 2
-    checkpoint = imported(tmp_path / "theirs", tmp_path / "run")
+    checkpoint = hf_models.imported(tmp_path / "theirs", tmp_path / "run")
     with torch.inference_mode():
         expected = model(ids).logits
     assert_logits_equal(logits_of_ours(checkpoint, ids), expected)
@@ -151,8 +93,8 @@ def test_sharded_files_import_and_export(tmp_path, tokenizer_files, ids):
 
 
 def test_an_exported_directory_gives_tokenizer_template_and_the_same_greedy_tokens(tmp_path, tokenizer_files):
-    saved("qwen3", tmp_path / "theirs", tokenizer_files)
-    checkpoint = imported(tmp_path / "theirs", tmp_path / "run")
+    hf_models.saved("qwen3", tmp_path / "theirs", tokenizer_files)
+    checkpoint = hf_models.imported(tmp_path / "theirs", tmp_path / "run")
     exported = hf_export.body(hf_export.HfExportConfig(checkpoint=str(checkpoint), output=str(tmp_path / "back")))
     fast = transformers.AutoTokenizer.from_pretrained(exported)
     messages = [{"role": "user", "content": "Once upon a time"}]
@@ -183,8 +125,8 @@ def test_a_checkpoint_of_training_exports(tmp_path, tiny_corpus, ids):
 
 
 def test_an_import_rounds_to_the_dtype_asked_for_and_exports_in_one(tmp_path, tokenizer_files):
-    model = saved("llama", tmp_path / "theirs", tokenizer_files)
-    checkpoint = imported(tmp_path / "theirs", tmp_path / "run", dtype="bfloat16")
+    model = hf_models.saved("llama", tmp_path / "theirs", tokenizer_files)
+    checkpoint = hf_models.imported(tmp_path / "theirs", tmp_path / "run", dtype="bfloat16")
     ours, _, _ = load_model(checkpoint, torch.device("cpu"))
     expected = model.lm_head.weight.detach()
     assert torch.equal(ours.output.weight, expected.bfloat16().float())
@@ -194,90 +136,11 @@ def test_an_import_rounds_to_the_dtype_asked_for_and_exports_in_one(tmp_path, to
     assert torch.equal(back.lm_head.weight, expected.bfloat16().half())
 
 
-def edit_config(directory: Path, **fields) -> None:
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"model_type": "gemma2"}, "model_type='gemma2'"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "RoPE scaling 'yarn'"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ({"attention_bias": True}, "attention_bias=true"),
-        ({"mlp_bias": True}, "mlp_bias=True"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config="),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "'sliding_attention'"),
-        ({"num_hidden_layers": 3}, r"model.layers.2.input_layernorm.weight is missing"),
-        ({"num_hidden_layers": 1}, r"model.layers.1.input_layernorm.weight is unknown"),
-        ({"intermediate_size": 56}, r"model.layers.0.mlp.gate_proj.weight is \[48, 32\] instead of \[56, 32\]"),
-        ({"tie_word_embeddings": True}, "lm_head.weight differs"),
-        ({"vocab_size": 100}, r"instead of \[100, 32\]"),
-        ({"hidden_size": "wide"}, "hidden_size='wide' is no positive whole number"),
-        ({"num_attention_heads": 4.5}, "num_attention_heads=4.5"),
-        ({"layer_types": 3}, "does not describe a model"),
-        ({"model_type": ["llama"]}, r"model_type=\['llama'\]"),
-        ({"hidden_size": None}, "lacks 'hidden_size'"),
-        ({"num_key_value_heads": 3}, "num_kv_heads=3"),
-    ],
-)
-def test_what_a_config_asks_for_and_the_files_do_not_give_is_one_line(tmp_path, tokenizer_files, fields, message):
-    saved("llama", tmp_path / "theirs", tokenizer_files)
-    edit_config(tmp_path / "theirs", **fields)
-    with pytest.raises(UserError, match=message) as caught:
-        imported(tmp_path / "theirs", tmp_path / "run")
-    assert "\n" not in str(caught.value)
-    assert not list((tmp_path / "run").glob("checkpoints/*"))
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda d: (d / "tokenizer.json").unlink(), "no tokenizer.json"),
-        (lambda d: (d / "model.safetensors").unlink(), "neither model.safetensors nor"),
-        (lambda d: (d / "model.safetensors").write_bytes(b"\xff" * 64), "no readable safetensors"),
-        (lambda d: (d / "config.json").write_text("{"), "not valid JSON"),
-        (lambda d: (d / "config.json").write_text("[]"), "names no model_type"),
-        (
-            lambda d: (
-                (d / "model.safetensors").unlink(),
-                (d / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../../etc/passwd"}}'),
-            ),
-            "lies elsewhere",
-        ),
-        (
-            lambda d: (
-                (d / "model.safetensors").unlink(),
-                (d / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}'),
-            ),
-            "no readable safetensors",
-        ),
-    ],
-)
-def test_broken_directories_are_one_line(tmp_path, tokenizer_files, spoil, message):
-    saved("llama", tmp_path / "theirs", tokenizer_files)
-    spoil(tmp_path / "theirs")
-    with pytest.raises(UserError, match=message) as caught:
-        imported(tmp_path / "theirs", tmp_path / "run")
-    assert "\n" not in str(caught.value)
-
-
-def test_a_tokenizer_that_does_not_fit_the_model_is_refused(tmp_path, tokenizer_files):
-    saved("llama", tmp_path / "theirs", tokenizer_files)
-    value = json.loads((tmp_path / "theirs/tokenizer.json").read_text())
-    value["added_tokens"].append(value["added_tokens"][0] | {"id": 5000, "content": "<far>"})
-    (tmp_path / "theirs/tokenizer.json").write_text(json.dumps(value))
-    with pytest.raises(UserError, match="smaller than the tokenizer's 5001"):
-        imported(tmp_path / "theirs", tmp_path / "run")
-    assert Tokenizer.load(tokenizer_files).vocab_size <= SMALL["vocab_size"]
-
-
 def test_nothing_is_overwritten(tmp_path, tokenizer_files):
-    saved("llama", tmp_path / "theirs", tokenizer_files)
-    imported(tmp_path / "theirs", tmp_path / "run")
+    hf_models.saved("llama", tmp_path / "theirs", tokenizer_files)
+    hf_models.imported(tmp_path / "theirs", tmp_path / "run")
     with pytest.raises(UserError, match="exists"):
-        imported(tmp_path / "theirs", tmp_path / "run")
+        hf_models.imported(tmp_path / "theirs", tmp_path / "run")
     with pytest.raises(UserError, match="exists"):
         hf_export.body(hf_export.HfExportConfig(run=str(tmp_path / "run"), output=str(tmp_path / "theirs")))
 
@@ -329,7 +192,7 @@ def test_adapters_are_merged_on_export(tmp_path, tiny_corpus, ids):
 
 
 def test_one_tensor_is_in_memory_at_a_time(tmp_path, tokenizer_files):
-    saved("qwen3_moe", tmp_path / "theirs", tokenizer_files)
+    hf_models.saved("qwen3_moe", tmp_path / "theirs", tokenizer_files)
     source = hf_import.open_source(str(tmp_path / "theirs"))
     alive: list[weakref.ref] = []
     largest = 0
@@ -351,12 +214,12 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path, tokenizer_files):
 
 
 def test_a_weight_too_large_for_float16_is_refused(tmp_path, tokenizer_files):
-    model = saved("llama", tmp_path / "theirs", tokenizer_files)
+    model = hf_models.saved("llama", tmp_path / "theirs", tokenizer_files)
     with torch.no_grad():
         model.lm_head.weight[0, 0] = 70_000.0
     model.save_pretrained(tmp_path / "theirs")
     with pytest.raises(UserError, match="does not fit float16"):
-        imported(tmp_path / "theirs", tmp_path / "run", dtype="float16")
+        hf_models.imported(tmp_path / "theirs", tmp_path / "run", dtype="float16")
     assert not list((tmp_path / "run/checkpoints").iterdir())
 
 
@@ -368,17 +231,17 @@ def test_scripts_end_in_one_line_and_exit_code_2(tmp_path):
 
 
 def test_training_starts_from_an_import_and_its_run_exports_with_the_template(tmp_path, tiny_corpus, tokenizer_files):
-    model = saved("smollm", tmp_path / "theirs", tokenizer_files)
+    model = hf_models.saved("smollm", tmp_path / "theirs", tokenizer_files)
     shutil.copyfile(tiny_corpus.tokenizer / "tokenizer.json", tmp_path / "theirs/tokenizer.json")  # the tokens name it
-    imported(tmp_path / "theirs", tmp_path / "base")
+    hf_models.imported(tmp_path / "theirs", tmp_path / "base")
     shape = ["model.vocab_size=384", "model.max_seq_len=64", "model.rope_theta=100000.0", "model.norm_eps=1e-6"]
     overrides = [
         *tiny_corpus.overrides(tmp_path), *shape, "model.tie_embeddings=true", "max_steps=1", "sample_tokens=0",
         f"init_from={tmp_path}/base", f"data.tokenizer={tmp_path}/base/checkpoints/step_00000000",
         "schedule.warmup_steps=0", "optimizer.lr=1e-9", "optimizer.weight_decay=0",
     ]  # fmt: skip
-    saved("smollm", tmp_path / "other", tokenizer_files)  # the same tokenizer in other bytes
-    imported(tmp_path / "other", tmp_path / "other_run")
+    hf_models.saved("smollm", tmp_path / "other", tokenizer_files)  # the same tokenizer in other bytes
+    hf_models.imported(tmp_path / "other", tmp_path / "other_run")
     with pytest.raises(UserError, match="has another tokenizer"):
         training.train(compose_config(TrainConfig, "training", [*overrides, f"init_from={tmp_path}/other_run"]))
     training.train(compose_config(TrainConfig, "training", overrides))
@@ -388,14 +251,14 @@ def test_training_starts_from_an_import_and_its_run_exports_with_the_template(tm
     for name, parameter in model.named_parameters():
         assert (tuned[name] - parameter).abs().max() < 1e-6  # a step of 1e-9; a fresh model differs by 1
     fast = transformers.AutoTokenizer.from_pretrained(exported)
-    assert fast.chat_template == TEMPLATE
+    assert fast.chat_template == hf_models.TEMPLATE
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", hf_models.FAMILIES)
 def test_the_shape_that_an_import_prints_is_the_shape_that_training_takes(family, tmp_path, tokenizer_files, capsys):
-    saved(family, tmp_path / "theirs", tokenizer_files)
+    hf_models.saved(family, tmp_path / "theirs", tokenizer_files)
     config = hf_import.open_source(str(tmp_path / "theirs")).config
-    imported(tmp_path / "theirs", tmp_path / "run")
+    hf_models.imported(tmp_path / "theirs", tmp_path / "run")
     printed = capsys.readouterr().out.splitlines()[-1]
     overrides = shlex.split(printed.removeprefix("for llm.training: "))
     base = ["name=x", "data.tokens=x", "data.tokenizer=x", "data.seq_len=16"]
@@ -405,8 +268,8 @@ def test_the_shape_that_an_import_prints_is_the_shape_that_training_takes(family
 
 
 def test_a_checkpoint_in_pieces_exports_as_the_whole_one(tmp_path, tokenizer_files):
-    saved("qwen3_moe", tmp_path / "theirs", tokenizer_files)
-    checkpoint = imported(tmp_path / "theirs", tmp_path / "run")
+    hf_models.saved("qwen3_moe", tmp_path / "theirs", tokenizer_files)
+    checkpoint = hf_models.imported(tmp_path / "theirs", tmp_path / "run")
     tensors, state = load_checkpoint(checkpoint)
     pieces = []
     for name, tensor in tensors.items():  # cut where no row and no expert ends, as a rank's share of a bucket is
@@ -426,8 +289,8 @@ def test_a_checkpoint_in_pieces_exports_as_the_whole_one(tmp_path, tokenizer_fil
 
 @pytest.mark.parametrize("family", ["smollm", "qwen2", "qwen3_moe"])
 def test_a_model_loads_straight_into_bfloat16(family, tmp_path, tokenizer_files, ids):
-    saved(family, tmp_path / "theirs", tokenizer_files)
-    checkpoint = imported(tmp_path / "theirs", tmp_path / "run")
+    hf_models.saved(family, tmp_path / "theirs", tokenizer_files)
+    checkpoint = hf_models.imported(tmp_path / "theirs", tmp_path / "run")
     wide, _, _ = load_model(checkpoint, torch.device("cpu"))
     narrow, _, _ = load_model(checkpoint, torch.device("cpu"), torch.bfloat16)
     expected = wide.to(torch.bfloat16)
