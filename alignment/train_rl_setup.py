@@ -13,7 +13,7 @@ import torch
 from alignment.dataset import check_disjoint, load_problems
 from alignment.drgrpo_grader import Grader
 from alignment.problem import Problem
-from alignment.r1_prompt import PromptFormat, encode_prompts, prompt_format
+from alignment.r1_prompt import PromptFormat, encode_prompts, load_prompt_format
 from alignment.rollout import RolloutEngine, build_rollout_engine
 from alignment.train_rl_clock import Clock
 from alignment.train_rl_collect import Collected, Collector, CollectSettings, Task
@@ -206,7 +206,7 @@ def rollout_side(
 ) -> RolloutSide:
     """The engine with a copy of the weights, the collector over the training problems, and the held-out task."""
     config, mesh = run.config, run.roles.workers
-    fmt = prompt_format(config.prompt, run.tokenizer)
+    fmt = load_prompt_format(config.prompt, run.tokenizer, run.tokenizer_dir)
     grader = Grader(fmt.mode, num_workers=config.grader_workers)
     settings = CollectSettings(
         config.prompts_per_batch, config.group_size, config.seed, config.algorithm.dynamic_sampling, config.max_tries
