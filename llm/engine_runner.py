@@ -47,14 +47,14 @@ class EngineRunner:
         if config.fuse:
             fuse_model(model)
         weight = model.output.weight
-        self.device, self.dtype = weight.device, weight.dtype
+        self.device, self.dtype = weight.device, compute_dtype(weight)
         self.spare_slot = config.max_running
         self.use_kernels = kernels_run(model, self.device)
         self.max_len = config.sequence_limit(model.config)
         attention = model.blocks["0"].attention
         kv_heads = attention.k_proj.weight.shape[0] // attention.head_dim  # of this rank
         shape = (config.page_size, kv_heads, attention.head_dim)
-        bytes_per_page = 2 * model.config.num_layers * int(np.prod(shape)) * weight.element_size()
+        bytes_per_page = 2 * model.config.num_layers * int(np.prod(shape)) * self.dtype.itemsize
         self.num_pages = config.count_pages(model.config, bytes_per_page, self.device)
         self.cache = PagedCache(model.config.num_layers, (self.num_pages, *shape), self.dtype, self.device)
         slots, columns = config.max_running + 1, -(-self.max_len // config.page_size)
@@ -229,6 +229,12 @@ def row_numbers(requests: list[Request]) -> np.ndarray:
     rows = np.array([[r.slot for r in requests], [r.num_computed for r in requests], [0] * len(requests)], np.int64)
     rows[2].view(np.float64)[:] = [request.uniform_of(request.num_launched - 1) for request in requests]
     return rows
+
+
+def compute_dtype(weight: Tensor) -> torch.dtype:
+    """What projections give: the weights' dtype, or autocast's."""
+    device_type = weight.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else weight.dtype
 
 
 def position_tables(model: Transformer, max_len: int) -> tuple[Tensor, Tensor]:

@@ -3,8 +3,8 @@
     python -m llm.generating run=runs/quickstart prompt="The module" max_new_tokens=200 temperature=0.8 top_k=50 seed=1
     python -m llm.generating checkpoint=runs/quickstart/checkpoints/step_00001000 prompts_file=prompts.txt
 
-One prompt streams to the terminal; several run as batches with a progress bar. Everything is appended to the run's
-samples.txt. The choice of tokens is llm/sampling.py's, the loop is llm/generating_loop.py's.
+One prompt streams to the terminal; several run together with a progress bar. Everything is appended to the run's
+samples.txt. The engine (llm/engine.py) does the work.
 """
 
 import sys
@@ -13,14 +13,14 @@ from pathlib import Path
 
 import hydra
 from omegaconf import DictConfig
-from rich.progress import track
+from rich.progress import Progress
 
 from configs.errors import UserError, check_choice, check_positive
 from configs.loader import CONFIG_DIR, run_script
 from configs.report_samples import append_samples, printable
 from llm.bpe_tokenizer import Tokenizer
-from llm.generating_loop import GenerationLimits, generate, generate_stream
-from llm.generating_text import TextStream
+from llm.engine import Engine, EngineConfig, RequestParams
+from llm.generating_loop import check_prompts
 from llm.model_loading import choose_dtype, load_model, resolve_checkpoint
 from llm.sampling import SamplingConfig
 from llm.transformer import Transformer
@@ -40,7 +40,7 @@ class GenerateConfig(SamplingConfig):
     prompts_file: str | None = None  # or one prompt a line of a UTF-8 file
     document_start: bool = True  # put the end-of-text token before the prompt: it stands before every document
     num_samples: int = 1  # completions of each prompt
-    batch_size: int = 32
+    batch_size: int = 32  # completions in progress at once
     max_new_tokens: int = 200
     device: str = "auto"
     dtype: str = "auto"
@@ -85,12 +85,20 @@ def run_generation(config: GenerateConfig) -> list[str]:
     model, tokenizer, _ = load_model(path, device, choose_dtype(config.dtype, device))
     texts = config.all_prompts()
     prompts = [encode_prompt(text, tokenizer, config.document_start) for text in texts]
-    limits = GenerationLimits(config.max_new_tokens, [tokenizer.eot_id], tokenizer.vocab_size)
+    check_prompts(prompts, model.config.max_seq_len)
     warn_of_short_context(model, prompts, config.max_new_tokens)
+    longest = min(max(map(len, prompts)) + config.max_new_tokens, model.config.max_seq_len)
+    engine = Engine(model, EngineConfig(
+        max_running=min(config.batch_size, len(prompts)), num_ids=tokenizer.vocab_size, max_seq_len=longest,
+    ), tokenizer)  # fmt: skip
+    params = [
+        RequestParams(config.sampling(), config.max_new_tokens, stop_ids=(tokenizer.eot_id,), index=index)
+        for index in range(len(prompts))
+    ]
     if len(prompts) == 1:
-        completions = [stream_to_terminal(model, tokenizer, texts[0], prompts[0], config.sampling(), limits)]
+        completions = [stream_to_terminal(engine, texts[0], prompts[0], params[0])]
     else:
-        completions = generate_batches(model, tokenizer, prompts, config, limits)
+        completions = generate_all(engine, prompts, params)
         for text, completion in zip(texts, completions, strict=True):
             print(f"--- {printable(text)}\n{printable(text + completion)}\n")
     results = [text + completion for text, completion in zip(texts, completions, strict=True)]
@@ -115,40 +123,30 @@ def warn_of_short_context(model: Transformer, prompts: list[list[int]], max_new_
         )
 
 
-def stream_to_terminal(
-    model: Transformer,
-    tokenizer: Tokenizer,
-    text: str,
-    prompt: list[int],
-    sampling: SamplingConfig,
-    limits: GenerationLimits,
-) -> str:
+def stream_to_terminal(engine: Engine, text: str, prompt: list[int], params: RequestParams) -> str:
     """Print one prompt and its completion as it comes; returns the completion."""
-    stream, pieces = TextStream(tokenizer), []
+    pieces = []
     print(printable(text), end="", flush=True)
-    for _, token_id in generate_stream(model, [prompt], sampling, limits):
-        if token_id in limits.stop_ids:
-            break
-        pieces.append(stream.push(token_id))
-        print(printable(pieces[-1]), end="", flush=True)
-    pieces.append(stream.finish())
-    print(printable(pieces[-1]))
+    engine.submit(prompt, params)
+    while engine.has_work:
+        for event in engine.step():
+            pieces.append(event.text)
+            print(printable(event.text), end="", flush=True)
+    print()
     return "".join(pieces)
 
 
-def generate_batches(
-    model: Transformer,
-    tokenizer: Tokenizer,
-    prompts: list[list[int]],
-    config: GenerateConfig,
-    limits: GenerationLimits,
-) -> list[str]:
-    """The completions of many prompts, `batch_size` at a time, without their end-of-text tokens."""
-    completions = []
-    for first in track(range(0, len(prompts), config.batch_size), description="generating"):
-        batch = prompts[first : first + config.batch_size]
-        completions += generate(model, batch, config.sampling(), limits, first_index=first)
-    return [tokenizer.decode([i for i in row if i not in limits.stop_ids]) for row in completions]
+def generate_all(engine: Engine, prompts: list[list[int]], params: list[RequestParams]) -> list[str]:
+    """The completions of many prompts, without their end-of-text tokens."""
+    ids = [engine.submit(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
+    texts = dict.fromkeys(ids, "")
+    with Progress() as progress:
+        task = progress.add_task("generating", total=len(prompts))
+        while engine.has_work:
+            for event in engine.step():
+                texts[event.request_id] += event.text
+                progress.advance(task, event.finish_reason is not None)
+    return list(texts.values())
 
 
 def record(config: GenerateConfig, path: Path, results: list[str]) -> None:

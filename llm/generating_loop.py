@@ -1,20 +1,18 @@
-"""Batched generation: one prefill of right-padded prompts, then one token a row and step with the KV cache.
+"""Prompts to tokens in one call: an engine made for them, run to its end.
 
-Rows of unequal prompts share a batch; each has its own positions, and a finished row leaves the batch at once. With
-temperature 0 the tokens are those that full recomputation without a cache would choose (tests/llm/test_kv_cache.py).
+For a script or a test that has a model and some prompts; who serves requests over time keeps an Engine (llm/engine.py).
+The model stays as it is, so that training can sample between steps.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from configs.errors import UserError, check_positive
-from llm.kv_cache import KVCache
-from llm.sampling import Sampler, SamplingConfig
+from llm.engine import Engine, EngineConfig, RequestParams
+from llm.sampling import SamplingConfig
 from llm.transformer import Transformer
-from llm.transformer_context import make_context
+
+MAX_RUNNING = 64  # prompts in a step
 
 
 @dataclass
@@ -48,7 +46,6 @@ def generate(
     return completions
 
 
-@torch.inference_mode()
 def generate_stream(
     model: Transformer,
     prompts: list[list[int]],
@@ -62,30 +59,23 @@ def generate_stream(
     """
     if not prompts:
         return
-    budgets = row_budgets(prompts, limits.max_new_tokens, model.config.max_seq_len)
-    sampler = Sampler(sampling, prompts, first_index)
-    cache = model.make_cache(len(prompts), max(len(p) + n for p, n in zip(prompts, budgets, strict=True)))
-    logits = prefill(model, prompts, cache)  # (B, V)
-    alive = list(range(len(prompts)))
-    while True:
-        chosen = sampler.sample(logits[:, : limits.num_ids])  # (B,)
-        token_ids = chosen.tolist()
-        yield from zip(alive, token_ids, strict=True)
-        for row in alive:
-            budgets[row] -= 1
-        kept = [i for i, row in enumerate(alive) if budgets[row] > 0 and token_ids[i] not in limits.stop_ids]
-        if not kept:
-            return
-        if len(kept) < len(alive):
-            alive = [alive[i] for i in kept]
-            chosen = chosen[kept]
-            sampler.keep_rows(kept)
-            cache.keep_rows(kept)
-        logits = model(chosen[:, None], make_context(chosen[:, None], cache=cache))[:, 0]  # (B, V)
+    check_prompts(prompts, model.config.max_seq_len)
+    longest = max(map(len, prompts)) + limits.max_new_tokens
+    engine = Engine(model, EngineConfig(
+        max_running=min(len(prompts), MAX_RUNNING), max_seq_len=min(longest, model.config.max_seq_len),
+        cuda_graph=False, num_ids=limits.num_ids, fuse=False,
+    ))  # fmt: skip
+    rows = {}
+    for row, prompt in enumerate(prompts):
+        params = RequestParams(sampling, limits.max_new_tokens, tuple(limits.stop_ids), index=first_index + row)
+        rows[engine.submit(prompt, params)] = row
+    while engine.has_work:
+        for event in engine.step():
+            yield rows[event.request_id], event.token_id
 
 
-def row_budgets(prompts: list[list[int]], max_new_tokens: int, max_seq_len: int) -> list[int]:
-    """How many tokens each prompt may get: max_new_tokens, or what the model's context leaves."""
+def check_prompts(prompts: list[list[int]], max_seq_len: int) -> None:
+    """UserError, with the prompt's number, for one that is empty or leaves no room for a token."""
     for index, prompt in enumerate(prompts):
         if not prompt:
             raise UserError(f"prompt {index} has no tokens; start it with the end-of-text token or give it text")
@@ -94,17 +84,3 @@ def row_budgets(prompts: list[list[int]], max_new_tokens: int, max_seq_len: int)
                 f"prompt {index} has {len(prompt)} tokens and model.max_seq_len={max_seq_len} leaves no room for a "
                 f"new one; shorten it to {max_seq_len - 1} tokens or fewer"
             )
-    return [min(max_new_tokens, max_seq_len - len(prompt)) for prompt in prompts]
-
-
-def prefill(model: Transformer, prompts: list[list[int]], cache: KVCache) -> Tensor:
-    """Run the prompts through the model at once, fill the cache, return each row's last logits (B, V)."""
-    lengths = [len(prompt) for prompt in prompts]
-    longest = max(lengths)
-    padded = [prompt + [0] * (longest - len(prompt)) for prompt in prompts]
-    token_ids = torch.tensor(padded, device=cache.positions.device)  # (B, T)
-    hidden = model.hidden_states(token_ids, make_context(token_ids, cache=cache))  # (B, T, C)
-    cache.trim(lengths)
-    rows = torch.arange(len(prompts), device=hidden.device)
-    # Only the last state of each row meets the output matrix: B x V logits, not B x T x V.
-    return model.output(hidden[rows, cache.positions - 1])  # (B, V)

@@ -8,10 +8,8 @@ import torch
 
 from configs.errors import UserError
 from llm.args import ModelConfig
-from llm.generating_loop import GenerationLimits, generate
 from llm.loss import CrossEntropyLoss
 from llm.optimizer import OptimizerConfig, build_optimizer
-from llm.sampling import SamplingConfig
 from llm.transformer import Transformer
 from llm.transformer_context import make_context
 from llm.transformer_init import initialise
@@ -105,25 +103,6 @@ def test_logits_over_a_cache_match_sdpa(device, grad):
     expected = cached_logits(make("sdpa"), token_ids, False)
     for theirs, ours in zip(expected, cached_logits(make("triton", device), token_ids.to(device), grad), strict=True):
         assert relative_error(ours.detach(), theirs) < 10 * FP32_FORWARD
-
-
-@on_cpu
-def test_generation_decodes_with_its_own_kernel_and_matches_sdpa(monkeypatch):
-    from kernel import flash_attention_triton_decode
-
-    calls = []
-    decode = flash_attention_triton_decode.flash_attention_decode
-    monkeypatch.setattr(
-        flash_attention_triton_decode,
-        "flash_attention_decode",
-        lambda q, k, v, lens: (calls.append(lens.tolist()), decode(q, k, v, lens))[1],
-    )
-    outputs = [
-        generate(make(attention).eval(), [[1, 2, 3], [4]], SamplingConfig(temperature=0), GenerationLimits(3))
-        for attention in ("sdpa", "triton")
-    ]
-    assert outputs[0] == outputs[1]
-    assert calls == [[4, 2], [4, 2], [5, 3], [5, 3]]  # two layers, two steps after the prefill
 
 
 @on_cpu
