@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from configs.errors import UserError
 from llm.checkpoint_pieces import MODEL_PREFIX, OPTIMIZER_PREFIX, Held, model_tensors, state_name
-from llm.lora import is_adapter
+from llm.lora import LoraConfig, is_adapter
+from llm.lora_checkpoint import MergingReader
 from llm.optimizer import STATE_KEYS
 from parallel.collectives import all_reduce_max
 from parallel.mesh import Mesh
@@ -97,13 +98,17 @@ def restore(held: Held, path: str | Path, mesh: Mesh | None = None) -> dict[str,
     return state
 
 
-def load_weights(held: Held, path: str | Path, mesh: Mesh | None = None) -> None:
+def load_weights(held: Held, path: str | Path, mesh: Mesh | None = None, has_adapters: bool = False) -> None:
     """Fill the model's tensors that this rank holds from a checkpoint of any layout; the optimizer's state stays out.
 
-    Adapters of `held` that the checkpoint lacks keep their initial values. Every rank calls it; raises as `restore`.
+    A model that has adapters (on whichever rank) keeps their initial values where the checkpoint lacks them; into one
+    without, those of the checkpoint are merged. Every rank calls it; raises as `restore`.
     """
     try:
-        reader, _ = together(mesh, open_checkpoint, path, MODEL_PREFIX)
+        reader, state = together(mesh, open_checkpoint, path, MODEL_PREFIX)
+        lora = LoraConfig(**state["config"].get("lora", {}))
+        if lora.rank and not has_adapters:
+            reader = MergingReader(reader, lora)
         pieces = [piece for piece in held.model if piece.name in reader.index or not is_adapter(piece.name)]
         claimed = claimed_by_any(replace(held, model=pieces, updated=[]), reader, mesh)
         own, saved = ({piece.name: piece.shape for piece in pieces}, {n: reader.shape(n) for n in reader.names()})

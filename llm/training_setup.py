@@ -163,7 +163,8 @@ class Trainer:
                 f"init_from={path} has another tokenizer than data.tokenizer={self.config.data.tokenizer}: its weights "
                 f"know other tokens; tokenise the data with {path}"
             )
-        load_weights(held_pieces(self.model, self.optimizer, self.mesh, self.sharding), path, self.mesh)
+        held = held_pieces(self.model, self.optimizer, self.mesh, self.sharding)
+        load_weights(held, path, self.mesh, has_adapters=self.config.lora.rank > 0)
         if self.mesh.is_main:
             print(f"started from the weights of {path}")
 

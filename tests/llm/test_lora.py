@@ -109,6 +109,12 @@ def test_a_run_with_adapters_starts_from_weights_and_saves_what_merges(overrides
     update = 8.0 * tuned[f"model/{name}.lora_b"] @ tuned[f"model/{name}.lora_a"]  # 32 / 4
     assert update.any() and not any(is_adapter(name) for name, _ in model.named_parameters())
     torch.testing.assert_close(model.get_parameter(f"{name}.weight").data, base[f"model/{name}.weight"] + update)
+    # A run without adapters starts from the merged weights: at a rate of nothing they stay what they are.
+    train(configure(overrides, "name=full", f"init_from={tmp_path}/lora", "optimizer.lr=1e-30", "max_steps=1"))
+    full, _ = load_checkpoint(find_checkpoint(tmp_path / "full/checkpoints"), prefix="model/")
+    assert full.keys() == base.keys()
+    for name, tensor in model.named_parameters():
+        torch.testing.assert_close(full[f"model/{name}"], tensor.data, rtol=0.0, atol=1e-7)
 
 
 def test_a_killed_run_with_adapters_continues_bit_for_bit(overrides, tmp_path):
