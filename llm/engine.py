@@ -26,17 +26,33 @@ from llm.engine_scheduler import Request, Scheduler
 from llm.engine_text import RequestText
 from llm.engine_weights import copy_weights
 from llm.transformer import Transformer
+from parallel.tensor_parallel import TensorLayout
 
 __all__ = ["Completion", "Engine", "EngineConfig", "EngineStats", "RequestParams", "TokenEvent"]
 
 
 class Engine:
-    """Runs requests through one model; see the module's head. `tokenizer` is needed for text and stop strings."""
+    """Runs requests through one model; see the module's head. `tokenizer` is needed for text and stop strings.
 
-    def __init__(self, model: Transformer, config: EngineConfig, tokenizer: Tokenizer | None = None):
+    With `tensor_layout` (llm.parallelize_tensor.apply_tensor, sequence_parallel=False) the model is this rank's part.
+    Every rank then makes the same calls: all plan the same steps and draw the same tokens.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        config: EngineConfig,
+        tokenizer: Tokenizer | None = None,
+        tensor_layout: TensorLayout | None = None,
+    ):
+        if tensor_layout is not None and tensor_layout.settings.sequence_parallel:
+            raise UserError(
+                "parallel.sequence_parallel=true cuts tokens over ranks, which decoding has too few of; set it to false"
+            )
+        self.tensor_layout = tensor_layout
         config = config.for_device(model.output.weight.device)
         self.model, self.config, self.tokenizer = model, config, tokenizer
-        self.runner = EngineRunner(model, config)
+        self.runner = EngineRunner(model, config, tensor_layout)
         self.pool = PagePool(self.runner.num_pages, config.prefix_sharing)
         self.scheduler = Scheduler(
             self.pool, config.page_size, config.max_running, config.prefill_chunk, self.runner.on_page
@@ -188,7 +204,7 @@ class Engine:
         What the cache holds is of the old weights: it is emptied, and running requests go on with the new ones from the
         tokens that they have; each token says which weights it came from.
         """
-        copy_weights(self.model, tensors)
+        copy_weights(self.model, tensors, self.tensor_layout)
         if self.pending is not None:
             self.backlog += self.read(self.pending)
             self.pending = None

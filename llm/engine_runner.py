@@ -22,6 +22,8 @@ from llm.engine_weights import fuse_model
 from llm.sampling import ban_tokens
 from llm.transformer import Transformer
 from llm.transformer_context import BlockContext
+from parallel.collectives import all_reduce_max
+from parallel.tensor_parallel import TensorLayout
 
 
 @dataclass
@@ -42,7 +44,7 @@ class Launch:
 class EngineRunner:
     """Runs the steps that the scheduler plans. Slot `max_running` is nobody's: padded rows use it."""
 
-    def __init__(self, model: Transformer, config: EngineConfig):
+    def __init__(self, model: Transformer, config: EngineConfig, tensor_layout: TensorLayout | None = None):
         self.model, self.config = model, config
         if config.fuse:
             fuse_model(model)
@@ -56,6 +58,9 @@ class EngineRunner:
         shape = (config.page_size, kv_heads, attention.head_dim)
         bytes_per_page = 2 * model.config.num_layers * int(np.prod(shape)) * self.dtype.itemsize
         self.num_pages = config.count_pages(model.config, bytes_per_page, self.device)
+        if tensor_layout is not None:  # ranks plan alike only with as many pages: the least that any has room for
+            least = all_reduce_max(torch.tensor([-self.num_pages]), tensor_layout.mesh, tensor_layout.axis)
+            self.num_pages = -int(least)
         self.cache = PagedCache(model.config.num_layers, (self.num_pages, *shape), self.dtype, self.device)
         slots, columns = config.max_running + 1, -(-self.max_len // config.page_size)
         self.tables = torch.zeros(slots, columns, dtype=torch.int32, device=self.device)

@@ -16,7 +16,7 @@ from configs.errors import UserError
 from llm.transformer import MultiHeadAttention, RmsNorm, Transformer, TransformerBlock, normalise
 from llm.transformer_kernels import fused_activate, fused_normalise
 from llm.transformer_layers import Linear, SwiGlu, project_each, silu_times
-from parallel.tensor_parallel import ColumnGroup
+from parallel.tensor_parallel import ColumnGroup, TensorLayout
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,10 @@ def torch_normalise(x: Tensor, weight: Tensor, eps: float, residual: Tensor | No
 
 
 @torch.no_grad()
-def copy_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def copy_weights(model: nn.Module, tensors: Mapping[str, Tensor], layout: TensorLayout | None = None) -> None:
     """Copy `tensors` into the model's parameters, whose storage stays; a tied parameter may come under either name.
 
+    With `layout`, the model is cut by tensor parallelism; the tensors are whole and each rank takes its parts.
     Raises UserError, before anything is copied, for names that are missing or unknown and for other shapes.
     """
     own = model.state_dict(keep_vars=True)
@@ -108,11 +109,14 @@ def copy_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     missing = [name for name, parameter in own.items() if id(parameter) not in given]
     if missing:
         raise UserError(f"{missing[0]!r} is missing among the new weights; give all {len(own)} tensors")
+    places = {} if layout is None else layout.by_parameter
     for name, tensor in tensors.items():
-        if tensor.shape != own[name].shape:
+        place = places.get(id(own[name]))
+        shape = tuple(own[name].shape) if place is None else tuple(place.shape)
+        if tuple(tensor.shape) != shape:
             raise UserError(
-                f"{name} has shape {tuple(tensor.shape)} and the model's is {tuple(own[name].shape)}; give weights of "
-                f"this model"
+                f"{name} has shape {tuple(tensor.shape)} and the model's is {shape}; give weights of this model"
             )
     for name, tensor in tensors.items():
-        own[name].copy_(tensor)
+        place = places.get(id(own[name]))
+        own[name].copy_(tensor if place is None else place.slice(tensor, layout.rank))
