@@ -7,20 +7,19 @@ docs/evaluation.md says how the runs were made. A figure whose runs or tokens ar
 says which and why; named in `only`, it is an error. figures.json beside them holds the numbers and where they are from.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import hydra
 import numpy as np
 import torch
 import yaml
 from matplotlib.figure import Figure
-from omegaconf import DictConfig
 
 from configs.errors import UserError, check_choice
-from configs.loader import CONFIG_DIR, load_config, run_script
+from configs.loader import CONFIG_DIR, compose_config, load_config
 from configs.run_dir import write_json_atomic
 from configs.version import git_commit
 from llm.args import ModelConfig
@@ -32,6 +31,7 @@ from llm.figures_inside import draw_attention, draw_embeddings
 from llm.figures_material import FiguresConfig, Material
 from llm.figures_positions import draw_context, draw_rope
 from llm.figures_scaling import draw_scaling
+from llm.figures_standing import STANDING
 from llm.figures_style import save
 from llm.figures_text import draw_bits, draw_sample, sample_tokens, xz_bits_per_byte
 from llm.figures_training import draw_cache, draw_corpus, draw_training
@@ -134,23 +134,31 @@ FIGURES: dict[str, Callable[[Material], Drawn]] = {
 }  # fmt: skip
 
 
+def draw(name: str, material: Material, stem: Path) -> tuple[list[Path], dict[str, Any]]:
+    """Write one figure; its files and the numbers in it."""
+    if name in STANDING:
+        return STANDING[name](stem), {}
+    figure, numbers = FIGURES[name](material)
+    return save(figure, stem), numbers
+
+
 def draw_all(config: FiguresConfig) -> dict[str, str]:
     """Draw and write; returns the names of figures that were left out, each with the reason."""
     for name in config.only:
-        check_choice("only", name, tuple(FIGURES))
+        check_choice("only", name, (*FIGURES, *STANDING))
     material, left_out = Material(config), {}
     path = Path(config.output) / "figures.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     numbers: dict[str, Any] = {}
-    for name in config.only or FIGURES:
+    for name in config.only or (*FIGURES, *STANDING):
         try:
-            figure, numbers[name] = FIGURES[name](material)
+            written, numbers[name] = draw(name, material, path.with_name(name))
         except UserError as error:
             if config.only:
                 raise
             left_out[name] = str(error)
             continue
-        for written in save(figure, Path(config.output) / name):
-            print(written, flush=True)
+        print(*written, flush=True)
     if not config.only:
         settings = asdict(config) | {"commit": git_commit(), "runs": [run.name for run in material.runs]}
         write_json_atomic(path, {"config": settings, "figures": numbers, "left_out": left_out})
@@ -159,9 +167,13 @@ def draw_all(config: FiguresConfig) -> dict[str, str]:
     return left_out
 
 
-@hydra.main(version_base="1.3", config_path=CONFIG_DIR, config_name="figures")
-def main(config: DictConfig) -> None:
-    run_script(draw_all, FiguresConfig, config)
+def main() -> None:
+    """Compose the config here and not by @hydra.main, inside which the plan's could not be composed."""
+    try:
+        draw_all(compose_config(FiguresConfig, "figures", sys.argv[1:]))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

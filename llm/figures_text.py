@@ -2,6 +2,7 @@
 
 import lzma
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from llm.evaluation_windows import SourceScore
 from llm.figures_style import COLOURS, INK, dress, styled
 from llm.figures_training import Run
 
+CONTROL = re.compile("[\u2400-\u2422\u2424-\u2426]")  # pictures of control characters, which the font lacks
 COLUMNS, LINES = 92, 26  # characters and lines of the shaded sample
 FONT_SIZE = 9.0
 CHARACTER = 0.602 * FONT_SIZE / 72  # width of DejaVu Sans Mono's characters in inches
@@ -108,7 +110,7 @@ def layout(pieces: list[tuple[str, float | None]]) -> list[tuple[int, int, str, 
     """Pieces cut at line ends, (line, column, text, probability), as many lines as the picture holds."""
     placed, line, column = [], 0, 0
     for text, probability in pieces:
-        rest = printable(text.expandtabs(4))
+        rest = CONTROL.sub("\u25a1", printable(text.expandtabs(4)))
         while rest and line < LINES:
             if rest[0] == "\n":
                 placed.append((line, column, "\u21b5" if column < COLUMNS else "", probability))

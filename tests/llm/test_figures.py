@@ -16,6 +16,7 @@ from llm.args import TrainConfig
 from llm.figures import FIGURES, draw_all
 from llm.figures_material import FiguresConfig, Material
 from llm.figures_positions import rope_product
+from llm.figures_standing import STANDING
 from llm.figures_text import COLUMNS, LINES, ShadedToken, layout, short, surprises, xz_bits_per_byte
 from llm.figures_training import Run
 from llm.training import train
@@ -37,15 +38,21 @@ def runs(tiny_corpus, tmp_path_factory):
     return root
 
 
+@pytest.fixture
+def few_standing(monkeypatch):
+    """Without the plan of a 7B model, which takes seconds and has its own tests."""
+    monkeypatch.delitem(STANDING, "plan_7b_memory")
+
+
 def config_of(runs, tmp_path, **changes) -> FiguresConfig:
     settings = dict(run=str(runs / "figures"), twins=[str(runs / "figures-kv*")], output=str(tmp_path)) | SMALL
     return FiguresConfig(**settings | {"scaling": [str(runs / "none-*")]} | changes)
 
 
-def test_every_figure_with_data_is_drawn_and_the_others_are_named(runs, tmp_path, capsys):
+def test_every_figure_with_data_is_drawn_and_the_others_are_named(runs, few_standing, tmp_path, capsys):
     left_out = draw_all(config_of(runs, tmp_path))
     assert list(left_out) == ["scaling_laws"] and "holds no run" in left_out["scaling_laws"]
-    for name in FIGURES.keys() - left_out.keys():
+    for name in (FIGURES.keys() | STANDING.keys()) - left_out.keys():
         assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG", name
         assert (tmp_path / f"{name}.pdf").read_bytes()[:4] == b"%PDF", name
     written = json.loads((tmp_path / "figures.json").read_text())
