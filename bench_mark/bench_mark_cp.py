@@ -28,6 +28,7 @@ from kernel.cost_model import AttentionShape, Peaks, attention_backward, attenti
 from llm.args import HardwareConfig
 from llm.hardware import Hardware, detect_hardware
 from parallel.context_parallel_blocks import Rows
+from parallel.cost_model_context import joining_bytes
 from parallel.mesh import close_mesh, init_mesh, read_ranks
 from parallel.mesh_degrees import Degrees
 
@@ -62,17 +63,28 @@ def make_inputs(shape: AttentionShape, device: torch.device) -> list[Tensor]:
 
 
 def predicted_s(shape: AttentionShape, ranks: int, peaks: Peaks | None) -> tuple[float, float] | None:
-    """Rooflines of forward and backward of all blocks: of each rank one causal, the others of half the pairs."""
+    """Rooflines of forward and backward of all blocks and of joining them, one rank after the other.
+
+    Of each rank one block is causal, the others have half of its pairs.
+    """
     if peaks is None:
         return None
     chunk = shape.T // ranks // 2
     own = AttentionShape(shape.B, 2 * chunk, 2 * chunk, shape.H, shape.K, shape.D)
     half = AttentionShape(shape.B, 2 * chunk, chunk, shape.H, shape.K, shape.D)
+    joined = joining_s(own, ranks, peaks) if ranks > 1 else (0.0, 0.0)
     return tuple(
         ranks
         * (predict(work(own, own.T * own.S / 2), peaks).seconds + (ranks - 1) * predict(work(half), peaks).seconds)
-        for work in (attention_forward, attention_backward)
+        + ranks * beside
+        for work, beside in zip((attention_forward, attention_backward), joined, strict=True)
     )
+
+
+def joining_s(own: AttentionShape, ranks: int, peaks: Peaks) -> tuple[float, float]:
+    """Seconds of one rank's passes over results and sums, forward and backward."""
+    forward, backward = joining_bytes(ranks, own.B * own.T, own.H * own.D, own.K * own.D)
+    return forward / peaks.memory_bytes, backward / peaks.memory_bytes
 
 
 def measure_ring(ring: SimulatedRing, inputs: list[Tensor], timing: dict[str, Any]) -> tuple[float, float]:

@@ -25,11 +25,11 @@ from llm.transformer import ScaledDotProductAttention
 from parallel.collectives import all_reduce_max
 from parallel.context_parallel_layout import MODES
 from parallel.cost_model import Ring, collective_seconds
-from parallel.cost_model_context import ring_backward_time, ring_forward_time
+from parallel.cost_model_context import RingTime, joining_bytes, ring_backward_time, ring_forward_time
 from parallel.mesh import Mesh
 
-HEADS = ("tokens", "way", "predicted ms", "measured ms", "ratio", "exposed ms", "tokens/s")
-COLUMNS = "{:>8} {:16} {:>12} {:>12} {:>6} {:>11} {:>10}".format(*HEADS)
+HEADS = ("tokens", "way", "predicted ms", "measured ms", "ratio", "exposed: said", "measured", "tokens/s")
+COLUMNS = "{:>8} {:16} {:>12} {:>12} {:>6} {:>13} {:>11} {:>10}".format(*HEADS)
 
 
 def measure_ranks(args: argparse.Namespace, mesh: Mesh, peaks: Peaks | None) -> list[dict[str, Any]]:
@@ -40,7 +40,7 @@ def measure_ranks(args: argparse.Namespace, mesh: Mesh, peaks: Peaks | None) -> 
     for length in map(int, (args.lengths or ("32768,131072" if mesh.device.type == "cuda" else "128")).split(",")):
         shape = AttentionShape(1, length // mesh.size("cp"), length, args.heads, args.kv_heads, args.head_dim)
         for way in (*MODES, "torch"):
-            predicted = predicted_ring_s(shape, mesh, peaks) if way == "ring" else None
+            predicted = predicted_ring(shape, mesh, peaks) if way == "ring" else None
             rows.append({"tokens": length, "way": way} | measured_row(way, shape, args, mesh, predicted))
             if mesh.is_main:
                 print(show(rows[-1]), flush=True)
@@ -48,7 +48,7 @@ def measure_ranks(args: argparse.Namespace, mesh: Mesh, peaks: Peaks | None) -> 
 
 
 def measured_row(
-    way: str, shape: AttentionShape, args: argparse.Namespace, mesh: Mesh, predicted: float | None
+    way: str, shape: AttentionShape, args: argparse.Namespace, mesh: Mesh, predicted: RingTime | None
 ) -> dict[str, Any]:
     """Seconds of one layer's forward and backward, or "error"."""
     if way == "torch" and mesh.device.type == "cpu":
@@ -59,7 +59,9 @@ def measured_row(
     except (RuntimeError, ValueError, AssertionError, ImportError) as error:
         return {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"}
     return {
-        "predicted_s": predicted, "measured_s": seconds, "ratio": seconds / predicted if predicted else None,
+        "predicted_s": predicted and predicted.seconds, "measured_s": seconds,
+        "ratio": seconds / predicted.seconds if predicted else None,
+        "predicted_exposed_s": predicted and predicted.exposed_s,
         "exposed_s": None if way == "torch" else exposed_s, "tokens_per_s": shape.S / seconds,
     }  # fmt: skip
 
@@ -123,8 +125,8 @@ def torch_step(shape: AttentionShape, mesh: Mesh) -> Iterator[Callable[[], None]
         yield step
 
 
-def predicted_ring_s(shape: AttentionShape, mesh: Mesh, peaks: Peaks | None) -> float | None:
-    """Forward and backward of a ring: blocks at their roofline, messages on the datasheet's link."""
+def predicted_ring(shape: AttentionShape, mesh: Mesh, peaks: Peaks | None) -> RingTime | None:
+    """Forward and backward of a ring: blocks at their roofline, messages on the datasheet's link, sums in memory."""
     found = match_gpu(torch.cuda.get_device_name(), known_hardware()) if mesh.device.type == "cuda" else None
     if peaks is None or found is None or found.link_bytes_per_s is None:
         return None
@@ -137,7 +139,9 @@ def predicted_ring_s(shape: AttentionShape, mesh: Mesh, peaks: Peaks | None) -> 
         predict(work(block, pairs), peaks).seconds for work in (attention_forward, attention_backward)
     )
     forward = ring_forward_time(ranks, forward_s, keys_s)
-    return forward.seconds + ring_backward_time(ranks, backward_s, keys_s, sums_s).seconds
+    backward = ring_backward_time(ranks, backward_s, keys_s, sums_s)
+    joined = sum(joining_bytes(ranks, shape.B * shape.T, shape.H * shape.D, shape.K * shape.D)) / peaks.memory_bytes
+    return RingTime(forward.seconds + backward.seconds + joined, forward.exposed_s + backward.exposed_s)
 
 
 def show(row: dict[str, Any]) -> str:
@@ -150,5 +154,5 @@ def show(row: dict[str, Any]) -> str:
     ratio = "–" if row["ratio"] is None else f"{row['ratio']:.2f}"
     return (
         f"{row['tokens']:>8} {row['way']:16} {ms('predicted_s'):>12} {ms('measured_s'):>12} {ratio:>6} "
-        f"{ms('exposed_s'):>11} {row['tokens_per_s']:>10,.0f}"
+        f"{ms('predicted_exposed_s'):>13} {ms('exposed_s'):>11} {row['tokens_per_s']:>10,.0f}"
     )

@@ -29,7 +29,7 @@ from llm.cost_model import predict_run
 from llm.hardware import Hardware, detect_hardware
 from llm.plan_links import links_of
 from llm.training_communication import predict_communication
-from parallel.collectives import all_reduce_sum
+from parallel.collectives import all_gather
 from parallel.cost_model import Cluster
 from parallel.mesh import close_mesh, init_mesh, read_ranks
 
@@ -60,15 +60,18 @@ def row_of(found: Measured, hardware: Hardware, cluster: Cluster) -> dict[str, A
     for line in found.comm:
         sent[line["axis"]] = sent.get(line["axis"], 0) + line["bytes"]
     step_s = statistics.median(found.seconds)
-    own = sum(line["exposed_seconds"] for line in found.comm if line["axis"] == "pp")
-    idle = float(all_reduce_sum(torch.tensor(own, dtype=torch.float64), mesh, "pp")) / mesh.size("pp")
+    # The ranks' agreement on the number of targets is on the host, which is ahead of the device: no idle time.
+    waits = [line["exposed_seconds"] for line in found.comm if (line["axis"], line["op"]) == ("pp", "exchange")]
+    own = torch.tensor([sum(waits), statistics.median(found.host_seconds)], dtype=torch.float64)
+    waited, host = all_gather(own, mesh, "world").unbind(1)
     return {
         "layout": found.layout, "micro_batch_size": config.micro_batch_size, "micro_batches": found.micro_batches,
         "predicted_step_s": said["step_s"], "step_s": step_s, "exposed_s": said["exposed_s"],
         "measured_exposed_s": sum(line["exposed_seconds"] for line in found.comm),
         "predicted_peak_bytes": said["memory_peak_bytes"], "peak_bytes": found.peak_bytes,
         "predicted_sent_bytes": expected, "sent_bytes": sent, "bound": said["notes"]["step_s"],
-        "predicted_idle": said.get("bubble"), "idle": idle / step_s if config.parallel.pp > 1 else None,
+        "predicted_idle": said.get("bubble"), "idle": float(waited.mean()) / step_s if config.parallel.pp > 1 else None,
+        "waited_by_rank_s": waited.tolist(), "host_by_rank_s": host.tolist(),
         "losses": found.losses, "seconds": found.seconds, "comm": found.comm,
     }  # fmt: skip
 

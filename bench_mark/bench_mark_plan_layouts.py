@@ -104,6 +104,7 @@ class Measured:
     micro_batches: int
     peak_bytes: int
     seconds: list[float] = field(default_factory=list)  # of a step, until the last rank was done
+    host_seconds: list[float] = field(default_factory=list)  # of a step, until this rank's host had issued it
     comm: list[dict[str, Any]] = field(default_factory=list)  # the log's lines of one timed step
     losses: list[float] = field(default_factory=list)
 
@@ -130,7 +131,9 @@ def measure(bench: Bench, text: str, steps: int, warmup: int) -> Measured:
     found.peak_bytes = memory.peak_bytes - others
     mesh.log.drain(0)
     for _ in range(max(1, steps // WINDOW)):
-        found.seconds.append(window_s(training_step, batches, mesh) / WINDOW)
+        taken, issued = window_s(training_step, batches, mesh)
+        found.seconds.append(taken / WINDOW)
+        found.host_seconds.append(issued / WINDOW)
         found.comm = [scaled(line) for line in mesh.log.drain(0) if line["axis"] != "world"]
     del training_step, parts, model, forward_loss
     gc.collect()
@@ -139,16 +142,17 @@ def measure(bench: Bench, text: str, steps: int, warmup: int) -> Measured:
     return found
 
 
-def window_s(training_step: TrainingStep, batches: list[Batch], mesh: Mesh) -> float:
-    """Seconds of WINDOW steps, until all ranks are done."""
+def window_s(training_step: TrainingStep, batches: list[Batch], mesh: Mesh) -> tuple[float, float]:
+    """Seconds of WINDOW steps, until all ranks are done, and until this rank's host had issued them."""
     barrier(mesh, "world")
     began = time.perf_counter()
     for index in range(WINDOW):
         training_step.run(index, batches)
+    issued = time.perf_counter() - began
     if mesh.device.type == "cuda":
         torch.cuda.synchronize(mesh.device)
     own = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
-    return float(all_reduce_max(own, mesh, "world"))
+    return float(all_reduce_max(own, mesh, "world")), issued
 
 
 def scaled(line: dict[str, Any]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from parallel.mesh_degrees import Degrees
 from parallel.pipeline_schedules_simulation import Durations, Simulation
 
 COLLECTIVE_OPS = 12  # operations' worth of the host's time that one collective takes to issue, assumed
+SPLIT_OPS = 42  # more operations a block and micro-batch with weight gradients apart; counted with a dispatch mode
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,8 @@ def rank_work(config: TrainConfig, params: list[Param], machine: Machine, degree
     }
     compute = with_stalls(compute, list(stalls.values()))
     host = predict_step_time(share.work, machine.rates).host_s
+    if machine.device == "cuda" and config.parallel.pp_schedule == "zero_bubble":
+        host += SPLIT_OPS * machine.rates.op_overhead_s * share.work.layers * share.layout.micro_batches
     if machine.device == "cuda":
         host += COLLECTIVE_OPS * machine.rates.op_overhead_s * len(messages) * share.layout.micro_batches / count
     waits = {axis: sum(map(sum, both)) for axis, both in stalls.items()}
