@@ -4,11 +4,13 @@
     python -m alignment.evaluate name=sums run=runs/sft data.level=mixed num_samples=8 temperature=1 'ks=[1,8]'
 
 Writes runs/<name>/: config.yaml, answers.jsonl (a line for each response), report.json, report.html. The same command
-goes on where a killed one stopped. `baseline=runs/other` compares with another evaluation, problem by problem.
+goes on where a killed one stopped; under torchrun the ranks share the problems. `baseline=runs/other` compares with
+another evaluation, problem by problem.
 """
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import hydra
 import torch
@@ -23,7 +25,7 @@ from alignment.evaluate_report import print_evaluation, write_evaluation_report
 from alignment.evaluate_summary import Figure, against, by_source, summarise
 from alignment.problem import Problem
 from alignment.r1_prompt import PromptConfig, encode_prompts, load_prompt_format
-from alignment.rollout import RolloutConfig, build_rollout_engine
+from alignment.rollout import RolloutConfig, build_rollout_engine, close_engine
 from configs.errors import UserError, check_choice, check_positive
 from configs.loader import CONFIG_DIR, config_to_yaml, register_schema, run_script
 from configs.run_dir import RunDir, read_json
@@ -32,7 +34,9 @@ from llm.args import HardwareConfig, ModelConfig
 from llm.cost_model_decode import DecodeRates, generation_time
 from llm.hardware import detect_hardware
 from llm.model_loading import load_model, resolve_checkpoint
-from parallel.mesh import choose_device
+from parallel.mesh import Mesh, close_mesh, init_mesh
+
+TIMEOUT_S = 3_600.0  # a rank waits so long for the slowest engine's share of a batch
 
 
 @dataclass
@@ -80,60 +84,82 @@ class AlignmentEvaluateConfig:
 
 
 def run_evaluation(config: AlignmentEvaluateConfig) -> list[Figure]:
-    """Ask, grade, summarise, and write the run directory; returns the figures."""
-    path = resolve_checkpoint(config.run, config.checkpoint)
-    # The checkpoint is part of the record: a run that trains on must not lend one evaluation two of them.
-    run_dir = open_run(replace(config, run=None, checkpoint=str(path)))
-    device = choose_device(config.device, local_rank=0)
-    model, tokenizer, _ = load_model(path, device)
-    fmt = load_prompt_format(config.prompt, tokenizer, path)
-    room = model.config.max_seq_len - 1
-    drawn = load_problems(config.data)
-    different = without_repeats(drawn)  # repeated questions would make the intervals too narrow
-    problems, prompts, dropped = encode_prompts(different, fmt, tokenizer, room)
-    longest = min(max(map(len, prompts)) + config.max_new_tokens, model.config.max_seq_len)
-    engine = build_rollout_engine(config.rollout, model, tokenizer, device, longest)
-    with Grader(config.mode or fmt.mode, config.rules, config.grader_workers) as grader:
-        seconds, written = ask(Examinee(engine, prompts, fmt), problems, config, grader, run_dir)
+    """Ask, grade, summarise, and write the run directory; returns the figures on rank 0, nothing on the others."""
+    mesh = init_mesh(config.device, TIMEOUT_S)
+    try:
+        path = resolve_checkpoint(config.run, config.checkpoint)
+        # The checkpoint is part of the record: a run that trains on must not lend one evaluation two of them.
+        run_dir = open_run(replace(config, run=None, checkpoint=str(path)), mesh.is_main)
+        model, tokenizer, _ = load_model(path, mesh.device)
+        fmt = load_prompt_format(config.prompt, tokenizer, path)
+        drawn = load_problems(config.data)
+        different = without_repeats(drawn)  # repeated questions would make the intervals too narrow
+        problems, prompts, dropped = encode_prompts(different, fmt, tokenizer, model.config.max_seq_len - 1)
+        longest = min(max(map(len, prompts)) + config.max_new_tokens, model.config.max_seq_len)
+        engine = build_rollout_engine(config.rollout, model, tokenizer, mesh.device, longest)
+        with Grader(config.mode or fmt.mode, config.rules, config.grader_workers) as grader:
+            seconds, written = ask(Examinee(engine, prompts, fmt), problems, config, grader, run_dir, mesh)
+        close_engine(engine)
+    finally:
+        close_mesh(mesh)
+    if not mesh.is_main:
+        return []
+    facts = {
+        "name": config.name, "checkpoint": str(path), "device": str(mesh.device), "ranks": mesh.world_size,
+        "torch": torch.__version__, "commit": git_commit(), "problems": len(problems), "problems_too_long": dropped,
+        "problems_repeated": len(drawn) - len(different),
+    }  # fmt: skip
+    rows = [generation_row(model.config, read_answers(run_dir), config, mesh, seconds, written)] if written else []
+    return conclude(config, run_dir, facts, rows)
+
+
+def conclude(config: AlignmentEvaluateConfig, run_dir: RunDir, facts: dict[str, Any], rows: list[dict]) -> list[Figure]:
+    """Figures from answers.jsonl, report.json, the page and the terminal's table."""
     answers = read_answers(run_dir)
     figures = summarise(answers, config.ks, config.seed)
     if config.baseline is not None:
         figures.append(compare(answers, config.baseline, config.seed))
+    if not rows and (run_dir.path / "report.json").exists():  # all was answered before: what was measured then
+        rows = read_json(run_dir.path / "report.json").get("rows", [])
     report = {
-        "run": {"name": config.name, "checkpoint": str(path), "device": str(device), "torch": torch.__version__,
-                "commit": git_commit(), "problems": len(problems), "problems_too_long": dropped,
-                "problems_repeated": len(drawn) - len(different)},
+        "run": facts,
         "figures": [figure.fields() for figure in figures],
         "by_source": {source: figure.fields() for source, figure in by_source(answers, config.seed).items()},
-        "rows": [generation_row(model.config, answers, config, device, seconds, written)] if written else [],
-    }  # fmt: skip
-    if not written and (run_dir.path / "report.json").exists():
-        report["rows"] = read_json(run_dir.path / "report.json").get("rows", [])
+        "rows": rows,
+    }
     run_dir.write_json("report.json", report)
-    page = write_evaluation_report(run_dir, report, answers)
-    print_evaluation(report, page)
+    print_evaluation(report, write_evaluation_report(run_dir, report, answers))
     return figures
 
 
-def open_run(config: AlignmentEvaluateConfig) -> RunDir:
-    """The run directory, new or begun with the same config; UserError when it holds anything else."""
+def open_run(config: AlignmentEvaluateConfig, writes: bool) -> RunDir:
+    """The run directory, new or begun with the same config; UserError when it holds anything else.
+
+    Every rank looks, so that none is left waiting for one that was refused; the one that `writes` makes it.
+    """
     run_dir = RunDir(Path(config.runs_dir) / config.name)
     text, path = config_to_yaml(config), run_dir.path / "config.yaml"
     if path.exists() and path.read_text(encoding="utf-8") != text:
         raise UserError(f"{run_dir.path} holds a run with another config or checkpoint; give another name")
-    run_dir.path.mkdir(parents=True, exist_ok=True)
-    run_dir.write_text("config.yaml", text)
+    if writes:
+        run_dir.path.mkdir(parents=True, exist_ok=True)
+        run_dir.write_text("config.yaml", text)
     return run_dir
 
 
 def ask(
-    examinee: Examinee, problems: list[Problem], config: AlignmentEvaluateConfig, grader: Grader, run_dir: RunDir
+    examinee: Examinee,
+    problems: list[Problem],
+    config: AlignmentEvaluateConfig,
+    grader: Grader,
+    run_dir: RunDir,
+    mesh: Mesh,
 ) -> tuple[float, int]:
-    """Fill answers.jsonl, with a progress bar; returns the engine's seconds and the responses made by this process."""
+    """Fill answers.jsonl, with a progress bar; returns the engines' seconds and the responses made in this call."""
     total, seconds, written = len(problems) * config.num_samples, 0.0, 0
-    with Progress() as progress:
+    with Progress(disable=not mesh.is_main) as progress:
         task = progress.add_task("answering", total=total)
-        for count, took in answer_all(examinee, problems, config.asking(), grader, run_dir):
+        for count, took in answer_all(examinee, problems, config.asking(), grader, run_dir, mesh):
             seconds, written = seconds + took, written + count
             progress.update(task, advance=count)
         progress.update(task, completed=total)
@@ -153,15 +179,16 @@ def generation_row(
     model: ModelConfig,
     answers: list[list[Answer]],
     config: AlignmentEvaluateConfig,
-    device: torch.device,
+    mesh: Mesh,
     seconds: float,
     written: int,
-) -> dict:
-    """The engine's time beside the roofline of the same lengths, batch by batch, for what this process generated."""
-    hardware = detect_hardware(HardwareConfig(), device)
+) -> dict[str, Any]:
+    """The engine's time beside the roofline of the same lengths, batch by batch, for what this call generated."""
+    hardware = detect_hardware(HardwareConfig(), mesh.device)
     rates = DecodeRates(max(rate for _, rate in hardware.rates.matmul), hardware.memory_bytes_per_s)
     made = [one for samples in answers for one in samples][-written:]
-    element_bytes = 2 if device.type == "cuda" and config.rollout.dtype != "float32" else 4
+    made = made[:: mesh.world_size]  # a rank's share
+    element_bytes = 2 if mesh.device.type == "cuda" and config.rollout.dtype != "float32" else 4
     predicted = 0.0
     for first in range(0, len(made), config.rollout.max_running):
         batch = made[first : first + config.rollout.max_running]

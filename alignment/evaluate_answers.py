@@ -16,6 +16,8 @@ from alignment.rollout import RolloutEngine
 from configs.run_dir import RunDir, read_jsonl
 from llm.engine_request import Completion, RequestParams
 from llm.sampling import SamplingConfig
+from parallel.collectives import all_gather_json
+from parallel.mesh import Mesh
 
 FILE_NAME = "answers.jsonl"
 ANSWER_END = "</answer>"
@@ -68,29 +70,48 @@ class Examinee:
 
 
 def answer_all(
-    examinee: Examinee, problems: list[Problem], asking: Asking, grader: Grader, run_dir: RunDir
+    examinee: Examinee, problems: list[Problem], asking: Asking, grader: Grader, run_dir: RunDir, mesh: Mesh
 ) -> Iterator[tuple[int, float]]:
-    """Fill answers.jsonl; yields the number of lines written and the seconds the engine took, after each batch."""
-    done = len(read_jsonl(run_dir.path / FILE_NAME))
+    """Fill answers.jsonl; yields the number of lines written and the slowest engine's seconds, after each batch.
+
+    Every rank calls it and answers a share of each batch; rank 0 writes.
+    """
+    if mesh.is_main:
+        keep_whole_lines(run_dir)
+    written = len(read_jsonl(run_dir.path / FILE_NAME)) if mesh.is_main else 0
+    done = all_gather_json(written, mesh)[0]
     total = len(problems) * asking.num_samples
-    keep_whole_lines(run_dir)
     while done < total:
-        places = range(done, min(total, done + asking.requests_at_once))
-        rows = [place // asking.num_samples for place in places]
+        places = range(done, min(total, done + asking.requests_at_once * mesh.world_size))
+        own = places[mesh.rank :: mesh.world_size]
         start = time.perf_counter()
-        completions = examinee.engine.generate(
-            [examinee.prompts[row] for row in rows], [request(asking, examinee.fmt, place) for place in places]
-        )
-        seconds = time.perf_counter() - start
-        texts = [response_text(one, asking, examinee.fmt) for one in completions]
-        verdicts = grader.verdicts(texts, [problems[row].answer for row in rows])
-        lines = [
-            graded(place, asking, problems[row], one, (text, verdict))
-            for place, row, one, text, verdict in zip(places, rows, completions, texts, verdicts, strict=True)
-        ]
-        run_dir.append_jsonl(FILE_NAME, [asdict(line) for line in lines])
-        done += len(lines)
-        yield len(lines), seconds
+        lines = answer_share(own, examinee, problems, asking, grader) if own else []
+        shares = all_gather_json([[asdict(line) for line in lines], time.perf_counter() - start], mesh)
+        if mesh.is_main:
+            by_place = dict(
+                pair
+                for rank, (share, _) in enumerate(shares)
+                for pair in zip(places[rank :: mesh.world_size], share, strict=True)
+            )
+            run_dir.append_jsonl(FILE_NAME, [by_place[place] for place in places])
+        done += len(places)
+        yield len(places), max(seconds for _, seconds in shares)
+
+
+def answer_share(
+    places: range, examinee: Examinee, problems: list[Problem], asking: Asking, grader: Grader
+) -> list[Answer]:
+    """One rank's requests of a batch, generated and graded."""
+    rows = [place // asking.num_samples for place in places]
+    completions = examinee.engine.generate(
+        [examinee.prompts[row] for row in rows], [request(asking, examinee.fmt, place) for place in places]
+    )
+    texts = [response_text(one, asking, examinee.fmt) for one in completions]
+    verdicts = grader.verdicts(texts, [problems[row].answer for row in rows])
+    return [
+        graded(place, asking, problems[row], one, (text, verdict))
+        for place, row, one, text, verdict in zip(places, rows, completions, texts, verdicts, strict=True)
+    ]
 
 
 def keep_whole_lines(run_dir: RunDir) -> None:

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +21,9 @@ from configs.errors import UserError
 from configs.loader import compose_config
 from configs.run_dir import RunDir
 from llm.engine_request import Completion
+from parallel.mesh import init_mesh
 from tests.alignment.rl_start import rl_start
+from tests.parallel.pool import run_ranks
 from tests.tolerances import BOOTSTRAP_COVERAGE, FP64
 
 
@@ -152,13 +155,14 @@ class ScriptedEngine:
         raise AssertionError("an evaluation loads no weights")
 
 
-def ask_all(engine: ScriptedEngine, path, requests_at_once: int) -> list:
+def ask_all(engine: ScriptedEngine, path, requests_at_once: int, mesh=None) -> list:
     problems = [Problem(f"p{i}", "q", "72", "s") for i in range(7)]
     fmt = PromptFormat("r1_short", TEMPLATES["r1_short"], 0, 0)
     asking = Asking(3, 8, 1.0, 1.0, 5, True, requests_at_once)
     run_dir = RunDir(path)
     run_dir.create()
-    return list(answer_all(Examinee(engine, [[1]] * 7, fmt), problems, asking, Grader(fmt.mode), run_dir))
+    mesh = mesh or init_mesh("cpu")
+    return list(answer_all(Examinee(engine, [[1]] * 7, fmt), problems, asking, Grader(fmt.mode), run_dir, mesh))
 
 
 def test_a_killed_evaluation_goes_on_and_ends_with_the_same_lines(tmp_path):
@@ -176,6 +180,21 @@ def test_a_killed_evaluation_goes_on_and_ends_with_the_same_lines(tmp_path):
     assert len(answers) == 7 and all(len(samples) == 3 for samples in answers)
     assert answers[0][1].response.endswith("</answer>") and answers[0][1].is_paid  # the stop string is put back
     assert not answers[0][0].correct
+
+
+def ask_on_rank(mesh, path: str) -> list[int]:
+    engine = ScriptedEngine()
+    ask_all(engine, Path(path), 3, mesh)
+    return engine.asked
+
+
+@pytest.mark.dist
+def test_ranks_share_the_problems_and_write_the_lines_of_one_process(tmp_path):
+    ask_all(ScriptedEngine(), tmp_path / "one", 21)
+    asked = run_ranks(ask_on_rank, 2, str(tmp_path / "two"))
+    assert sorted(asked[0] + asked[1]) == list(range(21)) and len(asked[0]) == 11
+    lines = [(tmp_path / name / "answers.jsonl").read_text() for name in ("one", "two")]
+    assert lines[0] == lines[1]
 
 
 def test_page_escapes_what_a_model_wrote():
