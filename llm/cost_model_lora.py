@@ -1,7 +1,7 @@
 """What adapters change in a step: frozen weights have no gradient, no optimizer state and no product for either.
 
 A frozen projection costs two products (forward, gradient of its input) in place of three; its adapter two thin ones
-forward and four back, bound by memory, and a scaling and a sum as wide as its output. Everything is on top of
+forward and four back, bound by memory, and a sum as wide as its output. Everything is on top of
 cost_model_memory and cost_model_time, whose parts that adapters leave alone stay as they are.
 """
 
@@ -29,7 +29,7 @@ from llm.hardware_calibration import Rates, pass_time
 from llm.lora import LoraConfig
 
 MOMENTS = {"adamw": 2, "muon": 1, "sgd": 0}  # adapters are hidden matrices
-PASSES_AT_OUTPUT = 8  # scale and sum, forward 2 + 3; scaling the gradient 2; B's product writes or reads it 1
+PASSES_AT_OUTPUT = 6  # the sum 3, B's product writes it 1, and two products read its gradient 2
 PASSES_AT_INPUT = 4  # A's product reads it, forward and back, and its input's gradient is made and added
 
 
@@ -76,10 +76,9 @@ def lora_memory(work: Workload, lora: LoraConfig) -> MemoryPrediction:
     held = weights + state + full.batch_bytes + workspace
     accumulated = adapters if work.grad_accum_steps > 1 else 0
     block = block_activation_bytes(work) + narrow - 2 * scaled
-    widest = N * e * max(outputs for _, outputs in targets(model, lora))
     phases = {
         "loss backward": held + accumulated + activations + full.logits_bytes,
-        "last block backward": held + adapters + L * block + block_backward_bytes(work) + widest,
+        "last block backward": held + adapters + L * block + block_backward_bytes(work),
         "optimizer": held + 2 * adapters,
     }
     return MemoryPrediction(weights, adapters, state, activations, full.logits_bytes, full.batch_bytes, phases)

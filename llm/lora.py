@@ -50,8 +50,8 @@ class LowRank:
         self.inner, self.layer, self.scale = inner, layer, scale
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        narrow = F.linear(x, self.layer.lora_a)  # (..., rank)
-        return self.inner(x, weight, bias) + self.scale * F.linear(narrow, self.layer.lora_b)
+        narrow = self.scale * F.linear(x, self.layer.lora_a)  # (..., rank): scaled where it is thin
+        return self.inner(x, weight, bias) + F.linear(narrow, self.layer.lora_b)
 
 
 def apply_lora(model: nn.Module, config: LoraConfig) -> nn.Module:
