@@ -46,13 +46,16 @@ class DecodeRows:
     """The decoding tokens of a step: one a row, `lens` (B,) int32 tokens each with itself, `tables` (B, P) int32.
 
     max_len: no row is longer, which the host knows where no graph is captured; pages beyond it are not gathered.
-    split_keys: keys a chunk of the decode kernel, fixed in batch-invariant mode.
+    split_keys: keys a chunk of the decode kernel, fixed in batch-invariant mode. span: for a single row whose pages lie
+    one after the other, the place of its first token: nothing has to be gathered then.
     """
 
     lens: Tensor
     tables: Tensor
     max_len: int
     split_keys: int | None = None
+    span: int | None = None
+    mask: Tensor | None = None  # (B, 1, 1, S), made once a step where pages are gathered
 
 
 @dataclass
@@ -77,15 +80,13 @@ class StepCache:
     places: Tensor  # (N,) int64
     decode: DecodeRows | None
     prompts: PromptPieces | None
-    rope: Any = None  # kernel.rope_cache.RopeTables where the kernels run, which then turn and store in one launch
-
-    @property
-    def use_kernels(self) -> bool:
-        return self.rope is not None
+    rope: Any  # kernel.rope_cache.RopeTables where the kernels run; else cos and sin (N, 1, D), sin as `turn` has it
+    use_kernels: bool
 
     def update(self, layer: int, k: Tensor, v: Tensor, token_positions: Tensor) -> tuple[tuple, tuple]:
         """Store k and v (1, N, K, D); what `attend` gets in their place is (layer, k) and (layer, v)."""
         if not self.use_kernels:
+            k = turn(k[0], *self.rope)[None]
             self.cache.write(layer, k[0], v[0], self.places)
         return (layer, k), (layer, v)
 
@@ -100,6 +101,8 @@ class StepCache:
 
             pages = self.cache.keys[layer], self.cache.values[layer]
             q = rope_cache(q[0], k[1][0], v[1][0], self.rope, pages, self.places)[None]
+        else:
+            q = turn(q[0], *self.rope)[None]
         if self.prompts is None:
             return self.attend_decode(layer, q[0])[None], None
         if self.decode is None:
@@ -117,12 +120,17 @@ class StepCache:
             options = DecodeOptions(max_length=rows.max_len, split_keys=rows.split_keys)
             pages = self.cache.keys[layer], self.cache.values[layer]
             return flash_attention_decode(q[:, None], *pages, rows.lens, rows.tables, options)[0][:, 0]
-        return gathered_decode(q, *self.gather_rows(layer, q.dtype), rows.lens)
+        k, v = (self.gather_rows(pages[layer]).to(q.dtype) for pages in (self.cache.keys, self.cache.values))
+        if rows.span is None and rows.mask is None:
+            rows.mask = (torch.arange(k.shape[1], device=q.device) < rows.lens[:, None])[:, None, None]
+        return gathered_decode(q, k, v, rows.mask)
 
-    def gather_rows(self, layer: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The pages of each decoding row side by side: (B, S, K, D)."""
-        tables = self.decode.tables[:, : -(-self.decode.max_len // self.cache.page_size)]
-        return tuple(pages[layer][tables].flatten(1, 2).to(dtype) for pages in (self.cache.keys, self.cache.values))
+    def gather_rows(self, pages: Tensor) -> Tensor:
+        """The keys or values of each decoding row side by side: (B, S, K, D)."""
+        rows = self.decode
+        if rows.span is not None:
+            return pages.flatten(0, 1)[None, rows.span : rows.span + rows.max_len]
+        return pages[rows.tables[:, : -(-rows.max_len // self.cache.page_size)]].flatten(1, 2)
 
     def attend_prompts(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Pieces of prompts, q (M, H, D) with their own keys k and v (M, K, D) -> (M, H, D)."""
@@ -142,15 +150,17 @@ class StepCache:
         return torch.cat(outs)
 
 
-def gathered_decode(q: Tensor, k: Tensor, v: Tensor, lens: Tensor) -> Tensor:
-    """q (B, H, D) over the first lens (B,) of k and v (B, S, K, D) -> (B, H, D).
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE of x (N, heads, D); cos and sin (N, 1, D) float32, the first half of sin negative."""
+    return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
+
+
+def gathered_decode(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """q (B, H, D) over k and v (B, S, K, D) where mask (B, 1, 1, S) is true -> (B, H, D).
 
     The query heads of a kv head stand in for query tokens, so keys are read once and not repeated.
     """
-    (B, H, D), (S, K) = q.shape, k.shape[1:3]
-    mask = None
-    if B > 1 or lens.device.type != "cpu" or int(lens[0]) != S:
-        mask = (torch.arange(S, device=q.device) < lens[:, None])[:, None, None]  # (B, 1, 1, S)
+    (B, H, D), K = q.shape, k.shape[2]
     out = F.scaled_dot_product_attention(
         q.reshape(B, K, H // K, D), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=1 / math.sqrt(D)
     )

@@ -68,7 +68,16 @@ class EngineRunner:
         self.settings = SlotSettings.make(slots, self.device)
         self.seen: Tensor | None = None  # (slots, V) bool, made when a request has a repetition penalty
         self.page_changes: list[tuple[int, int]] = []  # flat index of the tables, page
-        self.rope = position_tables(model, self.max_len) if self.use_kernels else None
+        self.rope = position_tables(model, self.max_len)
+        if not self.use_kernels:
+            self.rope = tuple(
+                torch.cat(pair, dim=-1)[:, None]
+                for pair in zip(
+                    (self.rope[0], -self.rope[1]),
+                    self.rope,
+                    strict=True,
+                )
+            )  # (S, 1, D) each, as llm.engine_cache.turn takes them
         self.single = SingleToken(self) if self.use_kernels and runs_single(model) else None
         self.invariant = InvariantSteps(self) if config.batch_invariant else None
         use_graphs = config.cuda_graph and self.device.type == "cuda" and self.invariant is None
@@ -125,6 +134,8 @@ class EngineRunner:
         if plan.decode:
             longest = max(request.num_computed for request in plan.decode)
             tokens, decode = self.decode_inputs(rows[:, : len(plan.decode)], longest)
+            if not self.use_kernels and len(plan.decode) == 1:
+                decode.span = first_place(plan.decode[0].pages, self.config.page_size)
             parts.append(tokens)
         if plan.segments:
             tokens, pieces = self.prompt_inputs(plan.segments)
@@ -137,17 +148,17 @@ class EngineRunner:
         self, tokens: Tensor, decode: DecodeRows | None, pieces: PromptPieces | None, chosen: Tensor | None
     ) -> Tensor:
         """The model over tokens (3, N), ids, positions and places: scores (R, V) of `chosen` (R,) or of all."""
-        cache = StepCache(self.cache, tokens[2], decode, pieces, self.rope_of(tokens[1]))
-        ctx = BlockContext(tokens[1][None], cache=cache, attend=cache.attend, attend_turns=cache.use_kernels)
+        cache = StepCache(self.cache, tokens[2], decode, pieces, self.rope_of(tokens[1]), self.use_kernels)
+        ctx = BlockContext(tokens[1][None], cache=cache, attend=cache.attend, attend_turns=True)
         hidden = self.model.hidden_states(tokens[0][None], ctx)  # (1, N, C)
         if chosen is not None:
             hidden = hidden[:, chosen]  # (1, R, C)
         return self.model.output(hidden)[0]  # (R, V)
 
     def rope_of(self, positions: Tensor) -> Any:
-        """What the kernels turn tokens at `positions` (N,) by; None where they do not run."""
+        """What attention turns tokens at `positions` (N,) by."""
         if not self.use_kernels:
-            return None
+            return tuple(table[positions] for table in self.rope)
         from kernel.rope_cache import RopeTables
 
         return RopeTables(*self.rope, positions)
@@ -209,7 +220,8 @@ class EngineRunner:
         if self.use_kernels and not mode.truncates and len(scores):
             result = sample_rows_fused(scores, slots, uniforms, self, mode.draws)
         else:
-            result = sample_rows(scores.float(), self.settings.rows(slots), uniforms, mode)
+            settings = self.settings.rows(slots) if mode.draws else None
+            result = sample_rows(scores.float(), settings, uniforms, mode)
             self.last_tokens[slots] = result.packed[:, 0].long()
         if self.seen is not None:
             self.seen[slots, result.packed[:, 0].long()] = True
@@ -251,6 +263,12 @@ def position_tables(model: Transformer, max_len: int) -> tuple[Tensor, Tensor]:
 def kernels_run(model: Transformer, device: torch.device) -> bool:
     """Whether the Triton attention kernels take this model on this device."""
     return device.type == "cuda" and model.config.head_dim in KERNEL_HEAD_DIMS
+
+
+def first_place(pages: list[int], page_size: int) -> int | None:
+    """Where a request's tokens begin, if its pages lie one after the other."""
+    in_order = all(page == pages[0] + index for index, page in enumerate(pages))
+    return pages[0] * page_size if in_order else None
 
 
 def sampling_rows(plan: StepPlan) -> list[int]:

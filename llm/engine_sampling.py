@@ -81,23 +81,31 @@ def divisors(temperatures: Tensor) -> Tensor:
     return torch.where(temperatures == 0, 1.0, temperatures)
 
 
-def sample_rows(scores: Tensor, settings: SlotSettings, uniforms: Tensor, mode: SamplingMode) -> Sampled:
-    """Scores (R, V) float32 after penalties, settings of the R rows, uniforms (R,) float64 in [0, 1)."""
+def sample_rows(scores: Tensor, settings: SlotSettings | None, uniforms: Tensor, mode: SamplingMode) -> Sampled:
+    """Scores (R, V) float32 after penalties, uniforms (R,) float64 in [0, 1); settings of the rows, if any draws."""
+    if not mode.draws:
+        return likeliest(scores)
     greedy = settings.temperature == 0
-    scaled = scores if not mode.draws else scores / divisors(settings.temperature)[:, None]
+    scaled = scores / divisors(settings.temperature)[:, None]
     log_norms = torch.logsumexp(scaled, dim=-1)  # (R,)
     token_ids = scaled.argmax(-1)
-    kept_masses = torch.ones_like(log_norms)
-    if mode.draws:
-        kept = scaled
-        if mode.truncates:
-            kept = truncate(scaled, settings)
-            masses = (torch.logsumexp(kept, dim=-1) - log_norms).exp()
-            kept_masses = torch.where(greedy | (kept == scaled).all(-1), 1.0, masses)
-        token_ids = torch.where(greedy, token_ids, draw(kept, uniforms))
+    kept_masses, kept = torch.ones_like(log_norms), scaled
+    if mode.truncates:
+        kept = truncate(scaled, settings)
+        masses = (torch.logsumexp(kept, dim=-1) - log_norms).exp()
+        kept_masses = torch.where(greedy | (kept == scaled).all(-1), 1.0, masses)
+    token_ids = torch.where(greedy, token_ids, draw(kept, uniforms))
     log_probs = scaled.gather(1, token_ids[:, None])[:, 0] - log_norms
     packed = torch.stack((token_ids.double(), log_probs.double(), kept_masses.double()), dim=1)
     return Sampled(packed, scores, settings.temperature, log_norms)
+
+
+def likeliest(scores: Tensor) -> Sampled:
+    """sample_rows where every row is greedy."""
+    log_norms = torch.logsumexp(scores, dim=-1)  # (R,)
+    highest, token_ids = scores.max(dim=-1)
+    packed = torch.stack((token_ids.double(), (highest - log_norms).double(), torch.ones_like(log_norms).double()), 1)
+    return Sampled(packed, scores, torch.zeros_like(log_norms), log_norms)
 
 
 def sample_rows_fused(scores: Tensor, slots: Tensor, uniforms: Tensor, tables: Any, draws: bool) -> Sampled:
