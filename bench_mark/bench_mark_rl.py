@@ -26,6 +26,7 @@ from configs.run_dir import read_jsonl, write_json_atomic
 from configs.version import git_commit
 
 KEPT = ("metrics.jsonl", "report.json", "config.yaml", "completions.jsonl", "samples.txt")
+LEAST_ACCURACY = 0.02  # of a fine-tuned policy, below which groups of 8 are nearly all without a right answer
 SPLIT = ("rollout_s", "reward_s", "log_prob_s", "update_s", "sync_s", "step_time_s")
 
 
@@ -40,13 +41,13 @@ class Plan:
     seeds: tuple[int, ...] = (1, 2, 3)
     groups: tuple[int, ...] = (4, 16)  # beside 8, with the first seed
     held_out: int = 500
-    sft_steps: int = 40
+    sft_steps: int = 160
     batches: int = 100
     prompts: int = 32
     max_new_tokens: int = 160
     seq_len: int = 512  # of fine-tuning's packed rows
     sft_tokens: int = 32_768  # of a step
-    sft_lr: float = 3e-4
+    sft_lr: float = 1e-3
     rl_lr: float = 2e-5
     sft_s: float = 40.0
     rl_s: float = 100.0
@@ -241,7 +242,14 @@ def main() -> None:
         plan.base = f"{plan.runs}/base"
     sft = [sft_run(plan, seed) for seed in plan.seeds]
     seconds["sft"] = side_by_side(plan, sft, 60 + plan.sft_s)
+    told = [lines[-1]["val_accuracy"] for run in sft if (lines := accuracy_lines(plan, run.name))]
     rl = rl_runs(plan)
+    if max(told, default=0.0) < LEAST_ACCURACY:
+        rl = []
+        plan.notes.append(
+            f"fine-tuning reached accuracies of {told}: with so few right answers there is no reward to learn from, so "
+            f"no RL was run; read runs/sft_*/samples.txt, then raise --sft-steps or choose an easier --level"
+        )
     seconds["rl"] = side_by_side(plan, rl, 60 + plan.rl_s)
     for run in (*sft, *rl):
         keep(plan, run.name)
