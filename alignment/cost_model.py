@@ -9,6 +9,7 @@ before the first batch; nothing of the engine or the trainer is timed.
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from alignment.rollout import RolloutConfig
 from alignment.train_rl_config import TrainRlConfig
 from llm.args import ModelConfig
 from llm.cost_model_counts import count_parameters, workload_of
@@ -55,32 +56,32 @@ def predict_batch(
     config: TrainRlConfig, model: ModelConfig, hardware: Hardware, lengths: Lengths, call_s: float
 ) -> RlPrediction:
     """Seconds of a batch on one device that does both roles; `call_s`: one Python call with its lines."""
-    rollout_s = predict_rollout(config, model, hardware, lengths, call_s)
+    rows = config.prompts_per_batch * config.group_size
+    rollout_s = predict_rollout(rows, config.rollout, model, hardware, lengths, call_s)
     update_s = predict_update(config, model, hardware, lengths)
     passes = (config.steps_per_batch > 1) + (config.algorithm.kl_coef > 0)
     log_prob_s = passes * update_s / config.epochs_per_batch / 3  # a forward pass is a third of a step's products
     parameters = count_parameters(model).total
     sync_s = 0.0
     if hardware.memory_bytes_per_s:
-        sync_s = parameters * (4 + element_bytes(config, hardware)) / hardware.memory_bytes_per_s
+        sync_s = parameters * (4 + element_bytes(config.rollout, hardware)) / hardware.memory_bytes_per_s
     note = f"completions of {lengths.response:.0f} tokens, the longest {lengths.longest}, as before the first batch"
     return RlPrediction(rollout_s, log_prob_s, update_s, sync_s, {"rollout_s": note})
 
 
-def element_bytes(config: TrainRlConfig, hardware: Hardware) -> int:
+def element_bytes(rollout: RolloutConfig, hardware: Hardware) -> int:
     """Of the engine's weights."""
-    dtype = config.rollout.dtype
+    dtype = rollout.dtype
     return 2 if dtype == "bfloat16" or (dtype == "auto" and hardware.device == "cuda") else 4
 
 
 def predict_rollout(
-    config: TrainRlConfig, model: ModelConfig, hardware: Hardware, lengths: Lengths, call_s: float
+    rows: int, rollout: RolloutConfig, model: ModelConfig, hardware: Hardware, lengths: Lengths, call_s: float
 ) -> float:
-    """All completions of a batch, in waves of at most `rollout.max_running`."""
-    rows = config.prompts_per_batch * config.group_size
-    running = min(rows, config.rollout.max_running)
+    """So many completions together, at most `rollout.max_running` of them at a time."""
+    running = min(rows, rollout.max_running)
     rates = DecodeRates(max(rate for _, rate in hardware.rates.matmul), hardware.memory_bytes_per_s or float("inf"))
-    size = element_bytes(config, hardware)
+    size = element_bytes(rollout, hardware)
     steps = lengths.longest + (rows - running) * lengths.response / running  # a free row is taken by who waits
     alive = rows * lengths.response / steps
     context = lengths.prompt + lengths.response / 2

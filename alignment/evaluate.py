@@ -10,6 +10,7 @@ another evaluation, problem by problem.
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import hydra
@@ -17,6 +18,7 @@ import torch
 from omegaconf import MISSING, DictConfig
 from rich.progress import Progress
 
+from alignment.cost_model import Lengths, predict_rollout
 from alignment.dataset import DatasetConfig, load_problems, without_repeats
 from alignment.drgrpo_grader import RULES, Grader
 from alignment.drgrpo_grader_extract import MODES
@@ -26,12 +28,12 @@ from alignment.evaluate_summary import Figure, against, by_source, summarise
 from alignment.problem import Problem
 from alignment.r1_prompt import PromptConfig, encode_prompts, load_prompt_format
 from alignment.rollout import RolloutConfig, build_rollout_engine, close_engine
+from alignment.train_rl_clock import python_call_s
 from configs.errors import UserError, check_choice, check_positive
 from configs.loader import CONFIG_DIR, config_to_yaml, register_schema, run_script
 from configs.run_dir import RunDir, read_json
 from configs.version import git_commit
 from llm.args import HardwareConfig, ModelConfig
-from llm.cost_model_decode import DecodeRates, generation_time
 from llm.hardware import detect_hardware
 from llm.model_loading import load_model, resolve_checkpoint
 from parallel.mesh import Mesh, close_mesh, init_mesh
@@ -183,21 +185,22 @@ def generation_row(
     seconds: float,
     written: int,
 ) -> dict[str, Any]:
-    """The engine's time beside the roofline of the same lengths, batch by batch, for what this call generated."""
+    """The engine's time beside what the cost model says of the same prompts and lengths, batch by batch."""
     hardware = detect_hardware(HardwareConfig(), mesh.device)
-    rates = DecodeRates(max(rate for _, rate in hardware.rates.matmul), hardware.memory_bytes_per_s)
     made = [one for samples in answers for one in samples][-written:]
-    made = made[:: mesh.world_size]  # a rank's share
-    element_bytes = 2 if mesh.device.type == "cuda" and config.rollout.dtype != "float32" else 4
-    predicted = 0.0
-    for first in range(0, len(made), config.rollout.max_running):
-        batch = made[first : first + config.rollout.max_running]
-        prompts, new = [one.prompt_tokens for one in batch], [max(1, one.tokens) for one in batch]
-        predicted += generation_time(model, prompts, new, rates, element_bytes).seconds
+    predicted, call_s = 0.0, python_call_s()
+    for first in range(0, len(made), config.requests_at_once * mesh.world_size):
+        share = made[first : first + config.requests_at_once * mesh.world_size][:: mesh.world_size]  # a rank's
+        lengths = Lengths(
+            mean([one.prompt_tokens for one in share]),
+            mean([one.tokens for one in share]),
+            max(one.tokens for one in share),
+        )
+        predicted += predict_rollout(len(share), config.rollout, model, hardware, lengths, call_s)
     return {
         "quantity": "generation", "unit": "s", "predicted": predicted, "measured": seconds,
         "ratio": seconds / predicted if predicted else None,
-        "note": "roofline of these prompts and lengths in batches of max_running, without launches, sampling, host",
+        "note": f"the lengths are those seen; {written:,} responses, {mesh.world_size} ranks",
     }  # fmt: skip
 
 
