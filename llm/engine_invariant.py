@@ -40,7 +40,7 @@ class InvariantSteps:
     def logits(self, plan: StepPlan, sampling: list[int]) -> Tensor:
         """Scores (R, V) of the rows `sampling` of a plan's tokens."""
         rows = self.runner.upload(self.token_rows(plan))
-        if self.runner.config.cuda_graph and self.runner.device.type == "cuda":
+        if self.runner.uses_graphs:
             scores = self.replay(rows)
         else:
             scores = self.forward(rows)

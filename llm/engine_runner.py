@@ -80,8 +80,12 @@ class EngineRunner:
             )  # (S, 1, D) each, as llm.engine_cache.turn takes them
         self.single = SingleToken(self) if self.use_kernels and runs_single(model) else None
         self.invariant = InvariantSteps(self) if config.batch_invariant else None
-        use_graphs = config.cuda_graph and self.device.type == "cuda" and self.invariant is None
-        self.graphs = DecodeGraphs(self) if use_graphs else None
+        self.graphs = DecodeGraphs(self) if self.uses_graphs and self.invariant is None else None
+
+    @property
+    def uses_graphs(self) -> bool:
+        """On a GPU, unless told not to; experts ask the host for their numbers of tokens, which a graph cannot do."""
+        return self.config.cuda_graph and self.device.type == "cuda" and not self.model.config.moe.num_experts
 
     def on_page(self, slot: int, column: int, page: int) -> None:
         """A page of a slot, to be sent with the next step."""
