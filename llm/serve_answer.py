@@ -81,6 +81,18 @@ class Answer:
         """The last event, when the client asked for it."""
         return self.envelope(self.part, []) | {"usage": self.usage(choices)}
 
+    def deltas(self, taken: list[tuple[Choice, TokenEvent, int]]) -> list[dict[str, Any]]:
+        """The deltas of tokens with the characters before each: one a choice, or one a token with log-probabilities.
+
+        With those a client wants to know which text belongs to which token.
+        """
+        if self.num_alternatives is not None:
+            return [self.delta(choice.index, [(event, num_chars)]) for choice, event, num_chars in taken]
+        groups: dict[int, list[tuple[TokenEvent, int]]] = {}
+        for choice, event, num_chars in taken:
+            groups.setdefault(choice.index, []).append((event, num_chars))
+        return [self.delta(index, events) for index, events in groups.items()]
+
     def opening(self, num_choices: int) -> list[dict[str, Any]]:
         """The deltas before the first token."""
         return []
@@ -88,7 +100,7 @@ class Answer:
     def choice(self, choice: Choice) -> dict[str, Any]:
         raise NotImplementedError
 
-    def delta(self, index: int, event: TokenEvent, num_chars: int) -> dict[str, Any]:
+    def delta(self, index: int, events: list[tuple[TokenEvent, int]]) -> dict[str, Any]:
         raise NotImplementedError
 
     def name(self, token_id: int) -> str:
@@ -117,9 +129,9 @@ class CompletionAnswer(Answer):
             "finish_reason": choice.finish_reason,
         }
 
-    def delta(self, index: int, event: TokenEvent, num_chars: int) -> dict[str, Any]:
-        logprobs = self.log_probs([(event, num_chars)])
-        return {"index": index, "text": event.text, "logprobs": logprobs, "finish_reason": event.finish_reason}
+    def delta(self, index: int, events: list[tuple[TokenEvent, int]]) -> dict[str, Any]:
+        text, finish_reason = "".join(event.text for event, _ in events), events[-1][0].finish_reason
+        return {"index": index, "text": text, "logprobs": self.log_probs(events), "finish_reason": finish_reason}
 
     def log_probs(self, events: list[tuple[TokenEvent, int]]) -> dict[str, Any] | None:
         if self.num_alternatives is None:
@@ -144,6 +156,20 @@ class ChatAnswer(Answer):
 
     prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
+    def deltas(self, taken: list[tuple[Choice, TokenEvent, int]]) -> list[dict[str, Any]]:
+        """The deltas of tokens with the characters before each: one a choice, or one a token with log-probabilities.
+
+        With those a client wants to know which text belongs to which token.
+        """
+        groups: dict[int, list[tuple[TokenEvent, int]]] = {}
+        for number, (choice, event, num_chars) in enumerate(taken):
+            key = choice.index if self.num_alternatives is None else number
+            groups.setdefault(key, []).append((event, num_chars))
+        indices = {
+            choice.index if self.num_alternatives is None else n: choice.index for n, (choice, _, _) in enumerate(taken)
+        }
+        return [self.delta(indices[key], events) for key, events in groups.items()]
+
     def opening(self, num_choices: int) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
         return [{"index": i, "delta": delta, "logprobs": None, "finish_reason": None} for i in range(num_choices)]
@@ -156,10 +182,10 @@ class ChatAnswer(Answer):
             "finish_reason": choice.finish_reason,
         }
 
-    def delta(self, index: int, event: TokenEvent, num_chars: int) -> dict[str, Any]:
-        delta = {"content": event.text}
-        logprobs = self.log_probs([event])
-        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": event.finish_reason}
+    def delta(self, index: int, events: list[tuple[TokenEvent, int]]) -> dict[str, Any]:
+        delta = {"content": "".join(event.text for event, _ in events)}
+        logprobs = self.log_probs([event for event, _ in events])
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": events[-1][0].finish_reason}
 
     def log_probs(self, events: list[TokenEvent]) -> dict[str, Any] | None:
         if self.num_alternatives is None:

@@ -28,7 +28,16 @@ from llm.serve_guard import Guard, GuardRules
 from llm.serve_metrics import CONTENT_TYPE, ServeMetrics, resident_bytes
 from llm.serve_prepare import Bounds, Sequences, prepare_chat, prepare_completion
 from llm.serve_schema import ChatBody, CompletionBody, GenerationBody, parse_body
-from llm.serve_stream import ClientGone, Collector, EventStream, collect, finish_job, stream_events, while_connected
+from llm.serve_stream import (
+    ClientGone,
+    Collector,
+    EventStream,
+    Pace,
+    collect,
+    finish_job,
+    stream_events,
+    while_connected,
+)
 from llm.serve_worker import EngineWorker, Job
 
 STATIC = Path(__file__).resolve().parent / "serve_static"
@@ -46,6 +55,9 @@ class Service:
     metrics: ServeMetrics = field(default_factory=ServeMetrics)
     created: int = field(default_factory=lambda: int(time.time()))
     encoder: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "encoder"))
+
+    def __post_init__(self) -> None:
+        self.pace = Pace(self.bounds.limits.max_pieces_per_s)
 
     def count(self, path: str, status: int) -> None:
         """Count an answer; unknown paths count as one, so that strangers cannot make the metrics grow."""
@@ -168,15 +180,17 @@ async def generate(request: Request, service: Service, kind: Kind) -> Response:
     collector = Collector(job, service.metrics, started_s, keep=not body.stream)
     service.metrics.prompt_tokens += num_prompt_tokens
     service.worker.submit(job)
+    service.pace.answers += 1
 
     def finish() -> None:
+        service.pace.answers -= 1
         finish_job(service.worker, job, service.metrics)
 
     if body.stream:
-        pieces = stream_events(collector, answer, body.wants_usage)
+        pieces = stream_events(collector, answer, service.pace, body.wants_usage)
         return EventStream(pieces, service.bounds.limits.send_timeout_s, finish)
     try:
-        return JSONResponse(answer.complete(await while_connected(collect(collector), request.receive)))
+        return JSONResponse(answer.complete(await while_connected(collect(collector, service.pace), request.receive)))
     except ClientGone:
         return Response(status_code=499)  # nobody reads it; the metrics count it
     finally:

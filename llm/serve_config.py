@@ -18,12 +18,14 @@ class ServeLimits:
     max_waiting: int = 256  # sequences in the server beyond those that run; more are refused with 429
     max_connections: int = 900  # open ones, below the usual limit of 1,024 open files; more are refused with 503
     max_body_bytes: int = 2_000_000
+    max_pieces_per_s: float = 4000.0  # of all streams together; beyond, several tokens of a stream share a piece
     body_timeout_s: float = 30.0  # for a request's body to arrive
     send_timeout_s: float = 60.0  # for a client to take what was sent to it
 
     def __post_init__(self) -> None:
         check_positive(
             max_choices=self.max_choices, max_connections=self.max_connections, max_body_bytes=self.max_body_bytes,
+            max_pieces_per_s=self.max_pieces_per_s,
             body_timeout_s=self.body_timeout_s, send_timeout_s=self.send_timeout_s,
         )  # fmt: skip
         for name in ("max_prompt_tokens", "max_new_tokens"):

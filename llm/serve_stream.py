@@ -7,11 +7,13 @@ waits for its turn. Whoever leaves takes the request's sequences out of the engi
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from llm.engine_request import TokenEvent
 from llm.serve_answer import Answer, Choice, encode_json
 from llm.serve_errors import ApiError
 from llm.serve_metrics import ServeMetrics
@@ -19,6 +21,7 @@ from llm.serve_worker import Delivery, EngineWorker, Job
 
 LOG = logging.getLogger("mew.serve")
 KEEP_ALIVE_S = 15.0  # a comment this often while nothing else is sent, for proxies that close quiet connections
+MIN_PAUSE_S = 0.001  # a shorter one costs more than it saves
 DONE = b"data: [DONE]\n\n"
 
 
@@ -82,10 +85,43 @@ class Collector:
         self.metrics.completion_tokens += 1
 
 
-async def collect(collector: Collector) -> list[Choice]:
+@dataclass
+class Pace:
+    """How often an answer is looked at: all together at most `max_pieces_per_s` times a second.
+
+    A piece costs the event loop about the same whatever it holds, and its time is the engine's: they share Python's
+    lock. So with many answers under way several tokens of one go out together.
+    """
+
+    max_pieces_per_s: float
+    answers: int = 0  # under way
+
+    async def wait(self) -> None:
+        """Let the tokens of an answer gather until it is its turn again."""
+        seconds = self.answers / self.max_pieces_per_s
+        if seconds >= MIN_PAUSE_S:
+            await asyncio.sleep(seconds)
+
+
+async def arrivals(deliveries: asyncio.Queue[Delivery]) -> list[Delivery]:
+    """All that has come, at least one; none after KEEP_ALIVE_S in which nothing came."""
+    try:
+        async with asyncio.timeout(KEEP_ALIVE_S):
+            arrived = [await deliveries.get()]
+    except TimeoutError:
+        return []
+    while not deliveries.empty():
+        arrived.append(deliveries.get_nowait())
+    return arrived
+
+
+async def collect(collector: Collector, pace: Pace) -> list[Choice]:
     """Wait for all of a job's sequences to end."""
     while collector.remaining:
-        collector.take(await collector.job.deliveries.get())
+        for delivery in await arrivals(collector.job.deliveries):
+            collector.take(delivery)
+        if collector.remaining:
+            await pace.wait()
     return collector.choices
 
 
@@ -94,31 +130,25 @@ def data_line(value: dict[str, Any]) -> bytes:
     return f"data: {encode_json(value)}\n\n".encode()
 
 
-async def stream_events(collector: Collector, answer: Answer, with_usage: bool) -> AsyncIterator[bytes]:
-    """The server-sent events of a job; what has piled up while the client was slow goes out as one piece.
+async def stream_events(collector: Collector, answer: Answer, pace: Pace, with_usage: bool) -> AsyncIterator[bytes]:
+    """The server-sent events of a job; what came since the last piece goes out as one.
 
     An error after the beginning becomes an event {"error": ...} before the end, since the status is sent already.
     """
     yield answer.event_lines(answer.opening(len(collector.choices)), with_usage)
-    deliveries = collector.job.deliveries
     while collector.remaining:
-        try:
-            async with asyncio.timeout(KEEP_ALIVE_S):
-                arrived = [await deliveries.get()]
-        except TimeoutError:
-            yield b": still waiting\n\n"
-            continue
-        while not deliveries.empty():
-            arrived.append(deliveries.get_nowait())
-        deltas = []
+        arrived = await arrivals(collector.job.deliveries)
+        taken: list[tuple[Choice, TokenEvent, int]] = []
         try:
             for delivery in arrived:
                 choice, before = collector.take(delivery)
-                deltas.append(answer.delta(choice.index, delivery.event, before))
+                taken.append((choice, delivery.event, before))
         except ApiError as error:
-            yield answer.event_lines(deltas, with_usage) + data_line(error.body()) + DONE
+            yield answer.event_lines(answer.deltas(taken), with_usage) + data_line(error.body()) + DONE
             return
-        yield answer.event_lines(deltas, with_usage)
+        yield answer.event_lines(answer.deltas(taken), with_usage) if arrived else b": still waiting\n\n"
+        if collector.remaining:
+            await pace.wait()
     yield (data_line(answer.usage_chunk(collector.choices)) if with_usage else b"") + DONE
 
 

@@ -22,7 +22,7 @@ from llm.serve_errors import ApiError
 LOG = logging.getLogger("mew.serve")
 
 
-@dataclass
+@dataclass(slots=True)
 class Delivery:
     """What a job's queue holds: an event of sequence `index`, or the error that ended it, and when it came."""
 

@@ -38,6 +38,7 @@ def server(tokenizer, engine):
 def post_and_leave(server: RunningServer, body: dict, wait_for: bytes | None) -> None:
     """Send a request, read until `wait_for` has come, and close the connection."""
     with socket.create_connection(server.url.removeprefix("http://").split(":")) as connection:
+        connection.settimeout(30)
         content = json.dumps(body).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n"
         connection.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + content)
@@ -57,7 +58,7 @@ def test_a_client_that_leaves_while_waiting_takes_its_sequences_along(server, en
 
 def test_a_client_that_leaves_in_the_middle_of_its_stream(server, engine):
     engine.permits.release(3)
-    post_and_leave(server, {"prompt": [1], "stream": True, "max_tokens": 1000}, b'"text":"x"')
+    post_and_leave(server, {"prompt": [1], "stream": True, "max_tokens": 1000}, b'"text":"x')
     server.wait_until_idle()
     assert engine.cancelled == [1]
 
@@ -182,3 +183,18 @@ def test_time_to_first_token_is_measured_from_the_request(server, engine):
             pass
     server.wait_until_idle()
     assert server.service.metrics.time_to_first_token.total >= 0.2
+
+
+def test_tokens_that_came_together_share_a_piece(tokenizer, engine):
+    """At most so many pieces a second; the first token does not wait, and no token is lost or doubled."""
+    limits = ServeLimits(max_pieces_per_s=2)  # with one answer under way: one piece in half a second
+    options = ServerOptions(max_seq_len=1000, limits=limits, engine=EngineConfig(max_running=2))
+    engine.permits.release(40)
+    with running_server(tokenizer, options, engine) as server, server.client() as http:
+        with http.stream("POST", "/v1/completions", json={"prompt": [1], "stream": True, "max_tokens": 900}) as answer:
+            lines = (line for line in answer.iter_lines() if line)
+            texts: list[str] = []
+            while sum(map(len, texts)) < 40:
+                texts.append(json.loads(next(lines)[6:])["choices"][0]["text"])
+        assert len(texts) < 10 and "".join(texts) == "x" * 40
+        server.wait_until_idle()
