@@ -287,6 +287,7 @@ STRUCTURES = [
     ("a, b", "b and a"),
 ]
 WORDS = [
+    ("0x1F", "0x1f"),
     ("yes", "Yes."),
     ("\\text{evelyn}", "Evelyn"),
     ("even  number", "even number"),
@@ -307,6 +308,8 @@ WORDS = [
 EQUAL = NUMBERS + WRAPPED + UNITS + EXPRESSIONS + STRUCTURES + WORDS
 
 DIFFERENT = [
+    ("0x114ab", "0x3d2d"),
+    ("0x48", "0"),
     ("-$-5", "5"),
     ("0.693147180559945", "\\ln 2"),
     ("0.8414709848", "\\sin 1"),
