@@ -74,7 +74,7 @@ def token_of(match: re.Match, alone: bool) -> list[tuple[str, str]]:
     if match["number"]:
         if len(match["number"]) > MAX_NUMBER_CHARS:
             raise NotParsed("a number too long")
-        if match["number"].startswith("0") and match.string[match.end() : match.end() + 1].isalpha():
+        if match["number"] == "0" and match.string[match.end() : match.end() + 1].isalpha():
             raise NotParsed("a letter on a zero: 0x1f is no product")
         return [("number", match["number"])]
     if match["sign"]:
