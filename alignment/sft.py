@@ -7,6 +7,7 @@ The loop, step, record, checkpoints and resuming are llm.training's (llm/trainin
 held-out problems that are answered during training. The chapter: docs/sft.md.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from omegaconf import DictConfig
 
 from alignment.drgrpo_grader import Grader
 from alignment.sft_config import SftConfig
-from alignment.sft_data import load_sft_data, open_sft_data, with_checkpoint, with_steps
+from alignment.sft_data import load_sft_data, open_sft_data, packing_facts, with_checkpoint, with_steps
 from alignment.sft_evaluate import GenerationEvaluator
 from configs.loader import CONFIG_DIR, register_schema, run_script
 from llm.training_loop import run_training
@@ -27,11 +28,11 @@ def train(config: SftConfig) -> dict[str, Any]:
     config = with_checkpoint(config)
     data = load_sft_data(config)
     config = with_steps(config, data)
-    open_data = partial(open_sft_data, data)
+    task = Task(partial(open_sft_data, data), describe=lambda trainer: packing_facts(data, trainer.loader))
     if config.generation.problems == 0:
-        return run_training(config, Task(open_data))
+        return run_training(config, task)
     with Grader(data.fmt.mode) as grader:
-        return run_training(config, Task(open_data, GenerationEvaluator(config, data, grader)))
+        return run_training(config, replace(task, evaluate=GenerationEvaluator(config, data, grader)))
 
 
 @hydra.main(version_base="1.3", config_path=CONFIG_DIR, config_name="sft")

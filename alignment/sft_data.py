@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import Any
 
 from alignment.dataset import check_disjoint, load_problems
 from alignment.packing_loader import PackedLoader, PackedValidation, PackingConfig
@@ -84,9 +85,20 @@ def open_sft_data(
     packing = packing_of(config, mesh.device.type == "cuda")
     loader = PackedLoader(data.train, packing)
     if mesh.is_main:
+        facts = packing_facts(data, loader)
         left_out = f", {data.dropped} left out that exceed data.seq_len={packing.seq_len}" if data.dropped else ""
         print(
-            f"{len(data.train):,} examples in {loader.rows_per_epoch():,} rows of {packing.seq_len} tokens, "
-            f"{100 * loader.density():.1f}% of them filled (packing={packing.packing}){left_out}"
+            f"{facts['examples']:,} examples in {facts['rows_per_epoch']:,} rows of {packing.seq_len} tokens, "
+            f"{100 * facts['filled']:.1f}% of them filled (packing={packing.packing}){left_out}"
         )
     return loader, PackedValidation(data.held_out, packing, data.bytes_per_token)
+
+
+def packing_facts(data: SftData, loader: PackedLoader) -> dict[str, Any]:
+    """What an epoch is, for the terminal and report.json."""
+    return {
+        "examples": len(data.train),
+        "examples_left_out": data.dropped,
+        "rows_per_epoch": loader.rows_per_epoch(),
+        "filled": loader.density(),
+    }

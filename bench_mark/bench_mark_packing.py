@@ -46,7 +46,7 @@ from llm.transformer_kernels import make_loss
 from parallel.mesh import Mesh, close_mesh, init_mesh
 
 BATCHES = (4, 16, 64)
-WARMUP, REPEATS = 1, 5
+WARMUP = 1
 
 
 @dataclass
@@ -58,6 +58,7 @@ class Setup:
     hardware: Hardware
     examples: list[Example]
     seq_len: int
+    repeats: int
 
     @property
     def lengths(self) -> list[int]:
@@ -149,7 +150,7 @@ def time_steps(setup: Setup, contestants: dict[str, list[Batch]]) -> dict[str, d
     steps = {name: make_step(setup, masked=batches[0].doc_ids is not None) for name, batches in contestants.items()}
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     losses: dict[str, float] = {}
-    for number in range(WARMUP + REPEATS):
+    for number in range(WARMUP + setup.repeats):
         for name, batches in contestants.items():
             started_s = now_s(setup.mesh.device)
             result = steps[name].run(number, batches)
@@ -208,7 +209,8 @@ def make_setup(arguments: argparse.Namespace, mesh: Mesh, tokenizer: Tokenizer, 
         kernels=KernelsConfig(fused=on_gpu),
     )  # fmt: skip
     chosen = random.Random(1).sample(examples, min(arguments.examples, len(examples)))
-    return Setup(config, mesh, detect_hardware(config.hardware, mesh.device, dtype=dtype), chosen, arguments.seq_len)
+    hardware = detect_hardware(config.hardware, mesh.device, dtype=dtype)
+    return Setup(config, mesh, hardware, chosen, arguments.seq_len, arguments.repeats)
 
 
 def benchmark(arguments: argparse.Namespace, mesh: Mesh) -> dict[str, Any]:
@@ -229,7 +231,7 @@ def benchmark(arguments: argparse.Namespace, mesh: Mesh) -> dict[str, Any]:
     setup = make_setup(arguments, mesh, tokenizer, examples)
     print(f"{arguments.model}, {setup.config.dtype}, {len(setup.examples)} examples, rows of {setup.seq_len} tokens")
     print(f"{'':20} predicted  measured  ratio  bound")
-    for size in BATCHES:
+    for size in arguments.batches:
         result["timed"].append(measure(setup, size))
         print_measure(result["timed"][-1])
     return result
@@ -241,6 +243,8 @@ def main() -> None:
     parser.add_argument("--model", default="mew-1m", help="a shape of configs/model")
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--examples", type=int, default=64, help="to be timed; 0: count only")
+    parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES), help="padded batch sizes to be timed")
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", help="also write the JSON document here")
     arguments = parser.parse_args()

@@ -27,7 +27,9 @@ def run_training(config: TrainConfig, task: Task) -> dict[str, Any]:
     try:
         with StopSignals() as signals:
             trainer = set_up(config, mesh, task)
-            trainer.record.open(trainer.step, *predict(trainer))
+            facts, predicted = predict(trainer)
+            described = {} if task.describe is None else task.describe(trainer)
+            trainer.record.open(trainer.step, facts | described, predicted)
             trainer.communication.take(OTHER, trainer.step)  # the links may have been measured
             print_start(trainer)
             state = run_steps(trainer, signals)

@@ -41,11 +41,12 @@ class Task:
 
     open_data(config, tokenizer, mesh) -> loader, validation: what the loop uses of BatchLoader and ValidationSet.
     evaluate(trainer) -> fields of a line of metrics.jsonl, and a short status; called by all ranks before the first
-        step and at each validation.
+        step and at each validation. describe(trainer) -> facts about the data for report.json's "run".
     """
 
     open_data: Callable[..., tuple[Any, Any]] | None = None
     evaluate: Callable[..., tuple[dict[str, Any], str]] | None = None
+    describe: Callable[..., dict[str, Any]] | None = None
 
 
 @dataclass

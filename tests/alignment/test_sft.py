@@ -61,6 +61,7 @@ def test_a_run_learns_validates_and_answers_problems(base, tmp_path):
     last = evaluations(run)[-1]
     assert last["val_problems"] == 6 and 0 < last["val_response_tokens"] <= 8
     assert report["task"]["val_accuracy"] == last["val_accuracy"] and report["state"] == "finished"
+    assert report["run"]["examples"] == 40 and report["run"]["rows_per_epoch"] == 20 and report["run"]["filled"] > 0.9
     assert "User:" in (run / "samples.txt").read_text()
     assert all(0 < line["target_tokens"] < 512 for line in read_jsonl(run / "metrics.jsonl") if "loss" in line)
 
@@ -217,6 +218,13 @@ def test_held_out_problems_among_the_training_ones_are_refused(base, tmp_path):
     same = "held_out_data={source: arithmetic, level: one_digit_sums, split: train, size: 5, seed: 1}"
     with pytest.raises(UserError, match="held-out problem"):
         train(sft_config(base, tmp_path, same))
+
+
+def test_examples_longer_than_a_row_are_left_out_and_counted(base, tmp_path):
+    config = with_checkpoint(sft_config(base, tmp_path, "data.seq_len=60", "global_batch_tokens=480"))
+    data = load_sft_data(config)
+    longest = max(len(example.token_ids) for example in data.train)
+    assert 0 < data.dropped < 40 and len(data.train) == 40 - data.dropped and longest <= 61
 
 
 def test_rows_too_short_for_any_example_are_refused(base, tmp_path):
