@@ -9,7 +9,7 @@ from configs.run_dir import read_jsonl
 from llm.args import TrainConfig
 from llm.training import train
 from tests.llm.test_training_ranks import losses, start
-from tests.tolerances import FP32_GRADIENT
+from tests.tolerances import FP32_GRADIENT, MEMORY_RATIO
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -33,6 +33,12 @@ def test_two_ranks_that_hold_half_the_layers_each_train_as_one_device(tiny_corpu
     report = json.loads((tmp_path / "two" / "report.json").read_text())
     predicted, measured = (report[kind]["communication"] for kind in ("predicted", "measured"))
     assert predicted.keys() == {"pp"} and measured["pp"]["bytes"] == predicted["pp"]["bytes"]
+    rows = {row["quantity"]: row for row in report["rows"]}
+    assert rows["parameters"]["ratio"] == 1 and rows["peak memory"]["ratio"] == pytest.approx(1, rel=MEMORY_RATIO)
+    assert (
+        0 < rows["waiting for other stages"]["predicted"] < 1 and 0 < rows["waiting for other stages"]["measured"] < 1
+    )
+    assert report["predicted"]["step_s"] > 0 and "<h2>Pipeline</h2>" in (tmp_path / "two" / "report.html").read_text()
     # Its checkpoint continues on another layout.
     process = start(overrides, "name=two", "max_steps=8", "parallel.dp=2")
     _, err = process.communicate(timeout=180)

@@ -9,7 +9,7 @@ from configs.run_dir import read_jsonl
 from llm.args import TrainConfig
 from llm.training import train
 from tests.llm.test_training_ranks import losses, start
-from tests.tolerances import FP32_GRADIENT
+from tests.tolerances import FP32_GRADIENT, MEMORY_RATIO
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -33,6 +33,9 @@ def test_two_ranks_that_share_each_layer_train_as_one_device(tiny_corpus, tmp_pa
     report = json.loads((tmp_path / "two" / "report.json").read_text())
     predicted, measured = (report[kind]["communication"] for kind in ("predicted", "measured"))
     assert predicted.keys() == {"tp"} and measured["tp"]["bytes"] == predicted["tp"]["bytes"]
+    rows = {row["quantity"]: row for row in report["rows"]}
+    assert rows["parameters"]["ratio"] == 1 and rows["peak memory"]["ratio"] == pytest.approx(1, rel=MEMORY_RATIO)
+    assert report["predicted"]["step_s"] > rows["exposed (tp)"]["predicted"] > 0
     process = start(
         overrides, "name=two", "max_steps=8", "parallel.tp=1", "parallel.dp=2"
     )  # continues on another layout
