@@ -28,10 +28,10 @@ class FiguresConfig:
     run: str = "runs/figures"  # the run that most figures are of
     twins: list[str] = field(default_factory=lambda: ["runs/figures-kv*"])  # the same model with fewer kv heads
     scaling: list[str] = field(default_factory=lambda: ["runs/scaling-*"])  # runs of several sizes, constant rate
-    scaling_min_tokens: int = 500_000
+    scaling_min_tokens: int = 1_500_000
     output: str = "docs/images"
     only: list[str] = field(default_factory=list)  # names of figures; empty: all
-    prompt: str = "The "
+    prompt: str = "One morning"
     text: str = "The function returns the first of the values that are given, or the value that it was given first."
     shapes: list[str] = field(
         default_factory=lambda: ["llama-3.1-8b", "qwen3-8b", "qwen3-30b-a3b", "llama-3.2-1b", "smollm2-135m"]

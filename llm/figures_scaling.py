@@ -19,8 +19,8 @@ def draw_scaling(found: Fit) -> Figure:
         law = found.law
         formula = f"L = {law.E:.2f} + {law.A:,.3g} / N^{law.alpha:.2f} + {law.B:,.3g} / D^{law.beta:.2f}"
         dress(by_tokens, "Measured (points) and fitted (lines)", "training tokens D", "validation loss (nats a token)")
-        by_tokens.legend(title="parameters N", title_fontsize=8, ncols=2)
         dress(by_compute, "The same by compute", "6 N D (FLOPs)", "validation loss (nats a token)")
+        by_compute.legend(title="parameters N", title_fontsize=8, ncols=2)
         for axes in (by_tokens, by_compute):
             axes.set_xscale("log")
         draw_best(best, found)

@@ -11,7 +11,8 @@ from llm.plan_config import PlanConfig
 from llm.plan_figure import draw_memory
 from llm.plan_layouts import Planner, best_of_each_kind
 
-PLAN = ("model=7b", "hardware=h100", "nodes=64", "dry_run=false")  # docs/cost_model.md
+# docs/cost_model.md: the layouts over data ranks alone
+PLAN = ("model=7b", "hardware=h100", "nodes=64", "micro_batch_size=[1,2]", "tp=[1]", "pp=[1]", "cp=[1]")
 
 
 def pipeline_schedules(stem: Path) -> list[Path]:
@@ -30,7 +31,7 @@ def plan_7b_memory(stem: Path) -> list[Path]:
     config = compose_config(PlanConfig, "plan", list(PLAN))
     planner = Planner(config)
     rows = planner.rows()
-    title = f"7b on {config.world_size} {config.hardware.name}"
+    title = f"7B parameters on {config.world_size} {config.hardware.name}, data parallel alone"
     paths = [stem.with_name(f"{stem.name}.{suffix}") for suffix in ("png", "pdf")]
     for path in paths:
         draw_memory(path, best_of_each_kind(rows), planner.limit_bytes, title)

@@ -43,7 +43,8 @@ def draw_training(run: Run) -> Figure:
         tokens, values = run.column("loss")
         loss.plot(tokens, values, color=COLOURS[5], linewidth=0.6, label="training, one batch")
         smooth = min(SMOOTHED, len(values))
-        loss.plot(tokens[smooth - 1 :], np.convolve(values, np.ones(smooth) / smooth, "valid"), color=COLOURS[0],
+        middle = tokens[(smooth - 1) // 2 :][: len(values) - smooth + 1]
+        loss.plot(middle, np.convolve(values, np.ones(smooth) / smooth, "valid"), color=COLOURS[0],
                   linewidth=1.5, label=f"training, mean of {smooth}")  # fmt: skip
         loss.plot(*run.column("val_loss"), "o-", color=COLOURS[1], markersize=3, linewidth=1.2, label="validation")
         dress(loss, f"{run.name}: loss", "training tokens (millions)", "nats a token").legend()
@@ -105,7 +106,8 @@ def draw_cache(shapes: dict[str, ModelConfig], twins: list[Twin]) -> Figure:
         dress(left, "Cache of one sequence in bfloat16", "context (tokens)", "GiB")
         left.set_xscale("log", base=2)
         left.set_yscale("log", base=2)
-        left.legend()
+        left.set_ylim(bottom=2**-11)  # room for the legend below the lines
+        left.legend(loc="lower right")
         draw_twins(right, twins)
     return figure
 
@@ -120,4 +122,7 @@ def draw_twins(axes: Axes, twins: list[Twin]) -> None:
         kind = {1: "MQA", twin.model.num_heads: "MHA"}.get(twin.model.num_kv_heads, "GQA")
         axes.annotate(f"{kind}: {twin.model.num_kv_heads} of {twin.model.num_heads}\n{y:.3f}", (x, y),
                       xytext=(5, 5), textcoords="offset points", fontsize=8)  # fmt: skip
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([x for x, _, _ in points], [f"{x:,}" for x, _, _ in points])
+    axes.minorticks_off()
     axes.margins(x=0.25, y=0.35)
