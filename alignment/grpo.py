@@ -83,6 +83,11 @@ def shaped_rewards(config: AlgorithmConfig, rewards: Tensor, lengths: Tensor, ma
     """Rewards (R,) with the punishment of completions of `lengths` (R,) that come near the limit."""
     if config.overlong_tokens == 0:
         return rewards
+    if config.overlong_tokens > max_response_tokens:
+        raise UserError(
+            f"algorithm.overlong_tokens={config.overlong_tokens} must not exceed the {max_response_tokens} tokens that "
+            f"a completion may have; lower it, or use 0 for no punishment"
+        )
     return rewards + overlong_penalty(lengths, max_response_tokens, config.overlong_tokens)
 
 

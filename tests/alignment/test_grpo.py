@@ -259,6 +259,8 @@ def test_dapo_clips_higher_than_lower_and_shapes_long_completions():
     shaped = shaped_rewards(config, torch.tensor([1.0, 1.0]), torch.tensor([40, 64]), max_response_tokens=64)
     assert shaped.tolist() == [1.0, 0.0]
     assert shaped_rewards(AlgorithmConfig(), torch.ones(1), torch.tensor([64]), 64).tolist() == [1.0]
+    with pytest.raises(UserError, match=r"overlong_tokens=16 must not exceed the 8"):
+        shaped_rewards(config, torch.ones(1), torch.tensor([8]), max_response_tokens=8)
 
 
 @pytest.mark.parametrize(
