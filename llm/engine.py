@@ -57,6 +57,7 @@ class Engine:
         self.scheduler = Scheduler(
             self.pool, config.page_size, config.max_running, config.prefill_chunk, self.runner.on_page
         )
+        self.scheduler.columns = self.runner.tables.shape[1]
         if self.runner.invariant is not None:
             self.scheduler.step_tokens = self.runner.invariant.num_rows
         self.weight_version = 0

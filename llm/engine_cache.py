@@ -46,15 +46,16 @@ class DecodeRows:
     """The decoding tokens of a step: one a row, `lens` (B,) int32 tokens each with itself, `tables` (B, P) int32.
 
     max_len: no row is longer, which the host knows where no graph is captured; pages beyond it are not gathered.
-    split_keys: keys a chunk of the decode kernel, fixed in batch-invariant mode. span: for a single row whose pages lie
-    one after the other, the place of its first token: nothing has to be gathered then.
+    split_keys: keys a chunk of the decode kernel, fixed in batch-invariant mode. span: where the pages of rows lie one
+    after the other, and the rows at equal distances, the place of the first token and that distance in tokens: nothing
+    has to be gathered then.
     """
 
     lens: Tensor
     tables: Tensor
     max_len: int
     split_keys: int | None = None
-    span: int | None = None
+    span: tuple[int, int] | None = None
     mask: Tensor | None = None  # (B, 1, 1, S), made once a step where pages are gathered
 
 
@@ -84,10 +85,7 @@ class StepCache:
     use_kernels: bool
 
     def update(self, layer: int, k: Tensor, v: Tensor, token_positions: Tensor) -> tuple[tuple, tuple]:
-        """Store k and v (1, N, K, D); what `attend` gets in their place is (layer, k) and (layer, v)."""
-        if not self.use_kernels:
-            k = turn(k[0], *self.rope)[None]
-            self.cache.write(layer, k[0], v[0], self.places)
+        """What `attend`, which turns and stores k and v (1, N, K, D), gets in their place: (layer, k), (layer, v)."""
         return (layer, k), (layer, v)
 
     def advance(self, num_tokens: int) -> None:
@@ -102,7 +100,9 @@ class StepCache:
             pages = self.cache.keys[layer], self.cache.values[layer]
             q = rope_cache(q[0], k[1][0], v[1][0], self.rope, pages, self.places)[None]
         else:
-            q = turn(q[0], *self.rope)[None]
+            q, turned = turn_both(q[0], k[1][0], self.rope)
+            self.cache.write(layer, turned, v[1][0], self.places)
+            q, k = q[None], (layer, turned[None])
         if self.prompts is None:
             return self.attend_decode(layer, q[0])[None], None
         if self.decode is None:
@@ -121,7 +121,7 @@ class StepCache:
             pages = self.cache.keys[layer], self.cache.values[layer]
             return flash_attention_decode(q[:, None], *pages, rows.lens, rows.tables, options)[0][:, 0]
         k, v = (self.gather_rows(pages[layer]).to(q.dtype) for pages in (self.cache.keys, self.cache.values))
-        if rows.span is None and rows.mask is None:
+        if rows.mask is None and not (rows.span is not None and len(rows.lens) == 1):
             rows.mask = (torch.arange(k.shape[1], device=q.device) < rows.lens[:, None])[:, None, None]
         return gathered_decode(q, k, v, rows.mask)
 
@@ -129,7 +129,9 @@ class StepCache:
         """The keys or values of each decoding row side by side: (B, S, K, D)."""
         rows = self.decode
         if rows.span is not None:
-            return pages.flatten(0, 1)[None, rows.span : rows.span + rows.max_len]
+            (first, distance), (K, D) = rows.span, pages.shape[2:]
+            shape, strides = (len(rows.lens), rows.max_len, K, D), (distance * K * D, K * D, D, 1)
+            return pages.as_strided(shape, strides, first * K * D)
         return pages[rows.tables[:, : -(-rows.max_len // self.cache.page_size)]].flatten(1, 2)
 
     def attend_prompts(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -153,6 +155,15 @@ class StepCache:
 def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """RoPE of x (N, heads, D); cos and sin (N, 1, D) float32, the first half of sin negative."""
     return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
+
+
+def turn_both(q: Tensor, k: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """turn of q (N, H, D) and k (N, K, D), at once where they are columns of one projection."""
+    (N, H, D), K = q.shape, k.shape[1]
+    strides = q.stride()
+    if k.stride() != strides or strides[1:] != (D, 1) or k.data_ptr() != q.data_ptr() + H * D * q.element_size():
+        return turn(q, *rope), turn(k, *rope)
+    return turn(q.as_strided((N, H + K, D), strides), *rope).split((H, K), dim=1)
 
 
 def gathered_decode(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

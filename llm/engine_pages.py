@@ -24,7 +24,7 @@ class PagePool:
     def __init__(self, num_pages: int, sharing: bool = True):
         self.num_pages = num_pages
         self.sharing = sharing
-        self.free = list(range(num_pages - 1, 0, -1))
+        self.free = dict.fromkeys(range(num_pages - 1, 0, -1))  # as an ordered set: the last is given first
         self.references = [0] * num_pages
         self.page_of: dict[bytes, int] = {}
         self.key_of: dict[int, bytes] = {}
@@ -39,10 +39,13 @@ class PagePool:
     def num_used(self) -> int:
         return self.num_pages - 1 - self.num_available
 
-    def take(self) -> int:
-        """A page for new tokens, with one user."""
-        if self.free:
-            page = self.free.pop()
+    def take(self, wanted: int = 0) -> int:
+        """A page for new tokens, with one user: page `wanted`, if it is free."""
+        if wanted in self.free:
+            page = wanted
+            del self.free[page]
+        elif self.free:
+            page, _ = self.free.popitem()
         else:
             page, _ = self.idle.popitem(last=False)
             del self.page_of[self.key_of.pop(page)]
@@ -73,11 +76,11 @@ class PagePool:
                 if page in self.key_of:
                     self.idle[page] = None
                 else:
-                    self.free.append(page)
+                    self.free[page] = None
 
     def forget(self) -> None:
         """Nothing can be found any more: the weights have changed."""
-        self.free.extend(self.idle)
+        self.free.update(self.idle)
         self.idle.clear()
         self.page_of.clear()
         self.key_of.clear()

@@ -137,9 +137,10 @@ class EngineRunner:
         parts, decode, pieces = [], None, None
         if plan.decode:
             longest = max(request.num_computed for request in plan.decode)
-            tokens, decode = self.decode_inputs(rows[:, : len(plan.decode)], longest)
-            if not self.use_kernels and len(plan.decode) == 1:
-                decode.span = first_place(plan.decode[0].pages, self.config.page_size)
+            if self.device.type == "cpu":
+                tokens, decode = self.host_decode_inputs(plan.decode, longest)
+            else:
+                tokens, decode = self.decode_inputs(rows[:, : len(plan.decode)], longest)
             parts.append(tokens)
         if plan.segments:
             tokens, pieces = self.prompt_inputs(plan.segments)
@@ -175,6 +176,19 @@ class EngineRunner:
         pages = decode.tables.gather(1, (positions // page_size)[:, None])[:, 0].long()
         places = pages * page_size + positions % page_size
         return torch.stack((self.last_tokens[slots], positions, places)), decode
+
+    def host_decode_inputs(self, requests: list[Request], longest: int) -> tuple[Tensor, DecodeRows]:
+        """The same made on the host, which on a CPU knows every token."""
+        page_size, numbers = self.config.page_size, []
+        for request in requests:
+            position = request.num_computed - 1
+            place = request.pages[position // page_size] * page_size + position % page_size
+            numbers.append((request.output_ids[-1], position, place))
+        tokens = torch.from_numpy(np.array(numbers, dtype=np.int64).T.copy())
+        lens = tokens[1].int() + 1
+        span = None if self.use_kernels else row_span([request.pages for request in requests], page_size)
+        slots = torch.tensor([request.slot for request in requests])
+        return tokens, DecodeRows(lens, self.tables[slots] if span is None else None, longest, span=span)
 
     def prompt_inputs(self, segments: list[Segment]) -> tuple[Tensor, PromptPieces]:
         """(3, M) token ids, positions and places of pieces of prompts, and what they attend to."""
@@ -269,10 +283,17 @@ def kernels_run(model: Transformer, device: torch.device) -> bool:
     return device.type == "cuda" and model.config.head_dim in KERNEL_HEAD_DIMS
 
 
-def first_place(pages: list[int], page_size: int) -> int | None:
-    """Where a request's tokens begin, if its pages lie one after the other."""
-    in_order = all(page == pages[0] + index for index, page in enumerate(pages))
-    return pages[0] * page_size if in_order else None
+def row_span(rows: list[list[int]], page_size: int) -> tuple[int, int] | None:
+    """DecodeRows.span of requests with these pages, or None."""
+    if any(pages[-1] - pages[0] != len(pages) - 1 for pages in rows):
+        return None  # quick, and enough for most
+    if any(page != pages[0] + index for pages in rows for index, page in enumerate(pages)):
+        return None
+    firsts = [pages[0] for pages in rows]
+    distance = firsts[1] - firsts[0] if len(firsts) > 1 else 0
+    if any(firsts[i] + distance != firsts[i + 1] for i in range(len(firsts) - 1)) or distance < 0:
+        return None
+    return firsts[0] * page_size, distance * page_size
 
 
 def sampling_rows(plan: StepPlan) -> list[int]:

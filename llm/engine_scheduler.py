@@ -122,6 +122,7 @@ class Scheduler:
         self.step_tokens: int | None = None  # of a step in all, where steps have one shape
         self.pool, self.page_size, self.prefill_chunk = pool, page_size, prefill_chunk
         self.on_page = on_page
+        self.columns = 0  # pages of a slot of full length; the engine sets it
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in the order in which they were let in
         self.free_slots = list(range(max_running - 1, -1, -1))
@@ -181,7 +182,7 @@ class Scheduler:
             self.preempt(victims[-1])
             if victims[-1] is request:
                 return False
-        self.give_page(request, self.pool.take())
+        self.give_page(request, self.pool.take(self.home(request)))
         return True
 
     def admit(self, request: Request) -> bool:
@@ -199,7 +200,7 @@ class Scheduler:
             self.pool.share(page)
             self.give_page(request, page)
         for _ in range(needed):
-            self.give_page(request, self.pool.take())
+            self.give_page(request, self.pool.take(self.home(request)))
         request.num_computed = len(shared) * self.page_size
         request.num_published = len(shared)
         request.prefilling = True
@@ -220,6 +221,11 @@ class Scheduler:
                 break
             pages.append(page)
         return pages
+
+    def home(self, request: Request) -> int:
+        """The page that would keep every slot's pages in order, slot after slot, where all of them fit."""
+        page = 1 + request.slot * self.columns + len(request.pages)
+        return page if page < self.pool.num_pages else 0
 
     def give_page(self, request: Request, page: int) -> None:
         self.on_page(request.slot, len(request.pages), page)

@@ -89,9 +89,12 @@ def light_activate(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def torch_normalise(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The seam `normalise` by torch's own operator."""
+    """The seam `normalise` in few operations: on a CPU F.rms_norm is eight of them."""
     stream = x if residual is None else residual + x
-    return F.rms_norm(stream, weight.shape, weight, eps), stream
+    if stream.dtype != torch.float32:
+        return F.rms_norm(stream, weight.shape, weight, eps), stream
+    norm = torch.linalg.vector_norm(stream, dim=-1, keepdim=True)
+    return stream * torch.rsqrt(norm * norm * (1 / stream.shape[-1]) + eps) * weight, stream
 
 
 @torch.no_grad()

@@ -26,12 +26,15 @@ CONFIG = EngineConfig(page_size=4, num_pages=64, max_running=8, prefill_chunk=8)
 
 
 def random_model(variant: str = "gqa", dtype: torch.dtype = torch.float32, seed: int = 0) -> Transformer:
-    """Weights far larger than at a real start: tokens then depend on the whole context, and ties do not occur."""
+    """Weights larger than at a real start: tokens then depend on the whole context, and ties do not occur.
+
+    Not much larger: at 0.6 a full pass in float32 is itself 2e-5 from float64 in its log-probabilities.
+    """
     model = Transformer(ModelConfig(**(SMALL | VARIANTS[variant]))).to(dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            std = 0.6 if name.startswith("blocks") else 0.2  # else a tied output would repeat its input
+            std = 0.1 if "norm" in name else 0.25 if name.startswith("blocks") else 0.2
             parameter.normal_(1.0 if "norm" in name else 0.0, std, generator=generator)
     return model.eval()
 
@@ -210,18 +213,18 @@ def test_stop_strings_end_the_text_before_them_and_are_never_shown():
     model = random_model()
     (row,) = make_engine(model).generate(PROMPTS[:1], RequestParams(GREEDY, max_new_tokens=20))
     text = text_of(row.token_ids)
-    stop = text[7:10]
-    assert text.index(stop) == 7, "the string must not come earlier, or the case says something else"
+    stop = text[13:16]
+    assert text.index(stop) == 13, "the string must not come earlier, or the case says something else"
     engine = Engine(model, CONFIG, Letters())
     params = RequestParams(GREEDY, max_new_tokens=20, stop=("zzzzz", stop))
     request_id = engine.submit(PROMPTS[0], params)
     events = []
     while engine.has_work:
         events += engine.step()
-    assert "".join(event.text for event in events) == text[:7] and len(events) == 10
-    assert [event.finish_reason for event in events] == [None] * 9 + ["stop"] and events[0].request_id == request_id
-    whole = engine.generate(PROMPTS[:1], RequestParams(GREEDY, max_new_tokens=9, stop=(stop,)))[0]
-    assert whole.text == text[:9] and whole.finish_reason == "length", "what was held back comes at the end"
+    assert "".join(event.text for event in events) == text[:13] and len(events) == 16
+    assert [event.finish_reason for event in events] == [None] * 15 + ["stop"] and events[0].request_id == request_id
+    whole = engine.generate(PROMPTS[:1], RequestParams(GREEDY, max_new_tokens=15, stop=(stop,)))[0]
+    assert whole.text == text[:15] and whole.finish_reason == "length", "what was held back comes at the end"
     stopped = engine.generate(PROMPTS[:1], RequestParams(GREEDY, max_new_tokens=20, stop_ids=(row.token_ids[4],)))[0]
     assert stopped.token_ids == row.token_ids[: row.token_ids.index(row.token_ids[4]) + 1]
     assert stopped.text == text_of(stopped.token_ids[:-1]) and stopped.finish_reason == "stop"
