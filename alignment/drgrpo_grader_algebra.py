@@ -11,6 +11,7 @@ import math
 from fractions import Fraction
 
 from alignment.drgrpo_grader_latex import Tree
+from alignment.drgrpo_grader_work import Work
 
 MAX_TERMS = 400
 MAX_PRODUCTS = 8_000  # of monomials, in one comparison: about a quarter of a second
@@ -33,11 +34,11 @@ ONE: Polynomial = {(): Fraction(1)}
 Quotient = tuple[Polynomial, Polynomial]
 
 
-def equal_exactly(left: Tree, right: Tree) -> bool | None:
+def equal_exactly(left: Tree, right: Tree, work: Work) -> bool | None:
     """Whether two trees are equal; None when only opaque functions are left to decide. TooBig, Undefined."""
-    work = Expansion()
-    (a, b), (c, d) = work.quotient(left), work.quotient(right)
-    difference = added(work.product(a, d), work.product(c, b), Fraction(-1))
+    expansion = Expansion(work)
+    (a, b), (c, d) = expansion.quotient(left), expansion.quotient(right)
+    difference = added(expansion.product(a, d), expansion.product(c, b), Fraction(-1))
     if not difference:
         return True
     symbols = {symbol for monomial in difference for symbol, _ in monomial}
@@ -46,11 +47,11 @@ def equal_exactly(left: Tree, right: Tree) -> bool | None:
     return False
 
 
-def proportional(left: Tree, right: Tree) -> bool:
+def proportional(left: Tree, right: Tree, work: Work) -> bool:
     """Whether left = k right for a rational k other than zero, opaque functions taken as symbols. TooBig, Undefined."""
-    work = Expansion()
-    (a, b), (c, d) = work.quotient(left), work.quotient(right)
-    one, other = work.product(a, d), work.product(c, b)
+    expansion = Expansion(work)
+    (a, b), (c, d) = expansion.quotient(left), expansion.quotient(right)
+    one, other = expansion.product(a, d), expansion.product(c, b)
     if not one or set(one) != set(other):
         return one == other
     return len({one[monomial] / other[monomial] for monomial in one}) == 1
@@ -59,7 +60,8 @@ def proportional(left: Tree, right: Tree) -> bool:
 class Expansion:
     """Expands trees to quotients of polynomials, within MAX_PRODUCTS multiplications for all of them together."""
 
-    def __init__(self) -> None:
+    def __init__(self, work: Work):
+        self.work = work
         self.products = 0
 
     def quotient(self, tree: Tree) -> Quotient:
@@ -97,6 +99,7 @@ class Expansion:
         if a is ONE or b is ONE:
             return b if a is ONE else a
         self.products += len(a) * len(b)
+        self.work.spend(len(a) * len(b))
         if self.products > MAX_PRODUCTS:
             raise TooBig("too many products")
         total: Polynomial = {}

@@ -14,6 +14,7 @@ from alignment.drgrpo_grader_rational import Rational, parse_rational
 from alignment.drgrpo_grader_structure import NAME, Structure, parse_structure
 from alignment.drgrpo_grader_text import MAX_ANSWER_CHARS, clean, words_of
 from alignment.drgrpo_grader_units import split_unit, units_conflict
+from alignment.drgrpo_grader_work import NUMERIC_COST, TooMuchWork, Work
 
 MAX_DEPTH = 4  # of lists within tuples within unions
 CHOICE = re.compile(r"\(?([A-Ja-j])\)?[.:)]?")
@@ -29,7 +30,10 @@ def same_answer(given: str, truth: str) -> bool | None:
     given, truth = exact_side(clean(given)), exact_side(clean(truth))
     if not given or not truth:
         return False
-    return compare(given, truth, 0)
+    try:
+        return compare(given, truth, Work(), 0)
+    except TooMuchWork:
+        return False
 
 
 def exact_side(text: str) -> str:
@@ -40,8 +44,9 @@ def exact_side(text: str) -> str:
     return right.strip() if is_name(left.strip()) else left.strip()
 
 
-def compare(given: str, truth: str, depth: int) -> bool | None:
-    """The same of cleaned texts, within a structure `depth` levels deep."""
+def compare(given: str, truth: str, work: Work, depth: int) -> bool | None:
+    """The same of cleaned texts, within a structure `depth` levels deep; TooMuchWork when `work` is used up."""
+    work.spend(1)
     number, true_number = parse_rational(given), parse_rational(truth)
     if number is not None and true_number is not None:
         return same_number(number, true_number)
@@ -50,11 +55,11 @@ def compare(given: str, truth: str, depth: int) -> bool | None:
     if depth < MAX_DEPTH:
         ours, theirs = parse_structure(given), parse_structure(truth)
         if not ours.kind == theirs.kind == "single":
-            return compare_structures(ours, theirs, depth + 1)
+            return compare_structures(ours, theirs, work, depth + 1)
         given, truth = ours.items[0], theirs.items[0]
         if words_of(given) == words_of(truth):
             return True
-    return compare_values(given, truth)
+    return compare_values(given, truth, work)
 
 
 def same_number(given: Rational, truth: Rational) -> bool:
@@ -67,44 +72,44 @@ def same_number(given: Rational, truth: Rational) -> bool:
     return plain.value in (percent.value, percent.value / 100)
 
 
-def compare_structures(given: Structure, truth: Structure, depth: int) -> bool | None:
+def compare_structures(given: Structure, truth: Structure, work: Work, depth: int) -> bool | None:
     if given.kind == "relation" or truth.kind == "relation":
-        return compare_relations(given, truth, depth)
+        return compare_relations(given, truth, work, depth)
     if given.kind == truth.kind:
         if given.mark != truth.mark or len(given.items) != len(truth.items):
             return False
         in_order = given.kind in ("tuple", "matrix", "single")
-        return (compare_in_order if in_order else compare_in_any_order)(given.items, truth.items, depth)
+        return (compare_in_order if in_order else compare_in_any_order)(given.items, truth.items, work, depth)
     kinds = {given.kind, truth.kind}
     if kinds == {"list", "single"}:
-        return compare_repeated(given.items, truth.items, depth)
+        return compare_repeated(given.items, truth.items, work, depth)
     if len(given.items) != len(truth.items):
         return False
     if kinds in ({"list", "set"}, {"list", "union"}):
-        return compare_in_any_order(given.items, truth.items, depth)
+        return compare_in_any_order(given.items, truth.items, work, depth)
     if kinds == {"list", "tuple"} and "()" in (given.mark, truth.mark):
-        return compare_in_order(given.items, truth.items, depth)  # brackets left out
+        return compare_in_order(given.items, truth.items, work, depth)  # brackets left out
     if kinds == {"set", "single"}:
-        return compare_in_order(given.items, truth.items, depth)  # {5} is 5
+        return compare_in_order(given.items, truth.items, work, depth)  # {5} is 5
     return False
 
 
-def compare_in_order(given: tuple[str, ...], truth: tuple[str, ...], depth: int) -> bool | None:
-    verdicts = [compare(a, b, depth) for a, b in zip(given, truth, strict=True)]
+def compare_in_order(given: tuple[str, ...], truth: tuple[str, ...], work: Work, depth: int) -> bool | None:
+    verdicts = [compare(a, b, work, depth) for a, b in zip(given, truth, strict=True)]
     return False if False in verdicts else None if None in verdicts else True
 
 
-def compare_repeated(given: tuple[str, ...], truth: tuple[str, ...], depth: int) -> bool | None:
+def compare_repeated(given: tuple[str, ...], truth: tuple[str, ...], work: Work, depth: int) -> bool | None:
     """A list against one value: only when all its items are that value, "5/2 or 2.5", is it no hedge."""
-    verdicts = [compare(a, b, depth) for a in given for b in truth]
+    verdicts = [compare(a, b, work, depth) for a in given for b in truth]
     return False if False in verdicts else None if None in verdicts else True
 
 
-def compare_in_any_order(given: tuple[str, ...], truth: tuple[str, ...], depth: int) -> bool | None:
+def compare_in_any_order(given: tuple[str, ...], truth: tuple[str, ...], work: Work, depth: int) -> bool | None:
     """Match every true item with a given one of its own."""
     left, undecided = list(given), False
     for wanted in truth:
-        verdicts = [compare(one, wanted, depth) for one in left]
+        verdicts = [compare(one, wanted, work, depth) for one in left]
         if True in verdicts:
             left.pop(verdicts.index(True))
         elif None in verdicts:
@@ -114,16 +119,16 @@ def compare_in_any_order(given: tuple[str, ...], truth: tuple[str, ...], depth: 
     return None if undecided else True
 
 
-def compare_relations(given: Structure, truth: Structure, depth: int) -> bool | None:
+def compare_relations(given: Structure, truth: Structure, work: Work, depth: int) -> bool | None:
     """Equations and inequalities; against a plain value, what stands right of the last equals sign counts."""
     if given.kind == truth.kind:
         same = given.mark == truth.mark and len(given.items) == len(truth.items)
-        if same and compare_in_order(given.items, truth.items, depth):
+        if same and compare_in_order(given.items, truth.items, work, depth):
             return True
         if same and given.mark == "=":
-            if compare_in_order(given.items[::-1], truth.items, depth):
+            if compare_in_order(given.items[::-1], truth.items, work, depth):
                 return True
-            return same_equation(given.items, truth.items)
+            return same_equation(given.items, truth.items, work)
         return False
     relation, other = (given, truth) if given.kind == "relation" else (truth, given)
     if set(relation.mark.split()) != {"="}:
@@ -136,8 +141,12 @@ def compare_relations(given: Structure, truth: Structure, depth: int) -> bool | 
     if other.kind != "single":
         inner = parse_structure(value)
         pair = (inner, other) if relation is given else (other, inner)
-        return False if inner.kind == "relation" else compare_structures(*pair, depth)
-    return compare(value, other.items[0], depth) if relation is given else compare(other.items[0], value, depth)
+        return False if inner.kind == "relation" else compare_structures(*pair, work, depth)
+    return (
+        compare(value, other.items[0], work, depth)
+        if relation is given
+        else compare(other.items[0], value, work, depth)
+    )
 
 
 def may_name_value(side: str) -> bool:
@@ -150,19 +159,19 @@ def is_name(text: str) -> bool:
     return bool(NAME.fullmatch(text) or FUNCTION_SIDE.fullmatch(text))
 
 
-def same_equation(given: tuple[str, ...], truth: tuple[str, ...]) -> bool | None:
+def same_equation(given: tuple[str, ...], truth: tuple[str, ...], work: Work) -> bool | None:
     """Whether the two differences of sides are the same up to a constant factor: 2x = 4 - 2y is x + y = 2."""
     trees = [parsed(side) for side in (*given, *truth)]
     if None in trees:
         return False
     a, b, c, d = trees
     try:
-        return proportional(("add", a, ("neg", b)), ("add", c, ("neg", d)))
+        return proportional(("add", a, ("neg", b)), ("add", c, ("neg", d)), work)
     except (TooBig, Undefined):
         return False
 
 
-def compare_values(given: str, truth: str) -> bool | None:
+def compare_values(given: str, truth: str, work: Work) -> bool | None:
     """One value against another: a number with its unit, an expression, a choice, or words."""
     value, unit = split_unit(given)
     true_value, true_unit = split_unit(truth)
@@ -176,36 +185,40 @@ def compare_values(given: str, truth: str) -> bool | None:
     choice = same_choice(given, truth)
     if choice is not None:
         return choice
-    verdict = compare_expressions(given, truth)
+    verdict = compare_expressions(given, truth, work)
     if verdict is not True and (unit or true_unit):
-        without_units = compare_expressions(value, true_value)
+        without_units = compare_expressions(value, true_value, work)
         return without_units if without_units is not False else verdict
     return verdict
 
 
-def compare_expressions(given: str, truth: str) -> bool | None:
+def compare_expressions(given: str, truth: str, work: Work) -> bool | None:
     left, right = parsed(given), parsed(truth)
     if (left is None) != (right is None):  # beside an expression, "xy" is a product and no word
         left, right = left or parsed(given, letters=True), right or parsed(truth, letters=True)
     if left is None or right is None:
         unread = [text for tree, text in ((left, given), (right, truth)) if tree is None]
         return None if all("\\" in text for text in unread) else False  # words are not equal, LaTeX may be
-    return same_tree(left, right)
+    return same_tree(left, right, work)
 
 
-def same_tree(left: Tree, right: Tree) -> bool | None:
+def same_tree(left: Tree, right: Tree, work: Work) -> bool | None:
     """Exactly where possible, else at points."""
     if left == right:
         return True
     if any(is_infinite(tree) for tree in (left, right)):
         return is_infinite(left) and is_infinite(right) and sign_of(left) == sign_of(right)
     try:
-        verdict = equal_exactly(left, right)
+        verdict = equal_exactly(left, right, work)
     except Undefined:
         return False  # 1/0 is no answer, not even to itself in another spelling
     except TooBig:
+        work.spend(NUMERIC_COST)
         return equal_numerically(left, right) or False  # a tower of powers goes to no computer algebra system
-    return equal_numerically(left, right) if verdict is None else verdict
+    if verdict is None:
+        work.spend(NUMERIC_COST)
+        verdict = equal_numerically(left, right)
+    return verdict
 
 
 def is_infinite(tree: Tree) -> bool:

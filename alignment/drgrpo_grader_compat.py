@@ -14,6 +14,7 @@ from fractions import Fraction
 from alignment.drgrpo_grader_compare import parsed, same_tree
 from alignment.drgrpo_grader_extract import Extraction, closing_brace, cut, extract
 from alignment.drgrpo_grader_text import MAX_ANSWER_CHARS
+from alignment.drgrpo_grader_work import Work
 
 MAX_INTEGER_CHARS = 300
 ENCLOSED = re.compile(r"\\text\{(.+?)\}")
@@ -189,4 +190,4 @@ def same_part(given: str, truth: str) -> bool:
     if left is not None and right is not None:
         return left == right
     left, right = parsed(given, letters=True), parsed(truth, letters=True)
-    return left is not None and right is not None and same_tree(left, right) is True
+    return left is not None and right is not None and same_tree(left, right, Work()) is True

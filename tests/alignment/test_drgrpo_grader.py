@@ -151,6 +151,12 @@ def hostile_texts():
     yield "text wrappers", "\\text{" * 330
     yield "units", "5 " + "cm " * 600
     yield "superscripts", "2" + "⁹" * 1_900
+    yield (
+        "sets of sets",
+        "\\{" + ",".join("\\{" + ",".join(map(str, range(i, i + 16))) + "\\}" for i in range(16)) + "\\}",
+    )
+    yield "lists of roots", ",".join(f"\\sqrt{{{i}+\\sqrt{{{i}x+\\sin(x+{i})}}}}" for i in range(16))
+    yield "powers in a list", ",".join(f"(x_{i}+y+z+{i})^{{9}}(x+y+{i})^{{9}}" for i in range(16))
     yield "exponent", "1e" + "9" * 1_900
 
 
@@ -169,6 +175,15 @@ def test_hostile_text_gets_a_verdict_within_bounded_work(name, text, mode):
             assert time.process_time() - start < MAX_CPU_S
             assert verdict.reason in ("equal", "different", "no answer", "undecided"), verdict
             assert truth == text or not verdict.correct
+
+
+def test_lists_of_hard_parts_share_one_budget():
+    """16 parts against the same parts in another order and spelling: 256 comparisons, 6 s without the budget."""
+    parts = [f"(x_{i}+y+z+{i})^{{9}}(x+y+{i})^{{9}}" for i in range(16)]
+    start = time.process_time()
+    assert same_answer(",".join(parts), ",".join(part.replace("+y", "+1y") for part in reversed(parts))) is False
+    assert time.process_time() - start < MAX_CPU_S
+    assert same_answer(",".join(parts[:2]), f"{parts[1]}, {parts[0]}") is True
 
 
 @pytest.mark.parametrize("response", [None, 72, 7.5, b"72", ["72"], {"a": 1}])
