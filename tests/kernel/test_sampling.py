@@ -8,19 +8,20 @@ from kernel.sampling import RowInputs, choose_tokens
 from llm.sampling import draw
 from tests.tolerances import FP32_FORWARD
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 R, V = 5, 2500  # three pieces, the last not full
 
 
 def rows_of(temperatures: list[float], uniforms: list[float]) -> RowInputs:
-    slots = torch.arange(len(temperatures)).flip(0) + 1  # slot and row differ
-    of_slots = torch.zeros(len(temperatures) + 2)
-    of_slots[slots] = torch.tensor(temperatures)
-    uniforms = torch.tensor(uniforms, dtype=torch.float64)
-    return RowInputs(slots, uniforms, of_slots, torch.full((len(temperatures) + 2,), -1))
+    slots = torch.arange(len(temperatures), device=DEVICE).flip(0) + 1  # slot and row differ
+    of_slots = torch.zeros(len(temperatures) + 2, device=DEVICE)
+    of_slots[slots] = torch.tensor(temperatures, device=DEVICE)
+    uniforms = torch.tensor(uniforms, dtype=torch.float64, device=DEVICE)
+    return RowInputs(slots, uniforms, of_slots, torch.full((len(temperatures) + 2,), -1, device=DEVICE))
 
 
 def random_scores(dtype: torch.dtype = torch.float32, scale: float = 3.0) -> torch.Tensor:
-    return (torch.randn(R, V, generator=torch.Generator().manual_seed(0)) * scale).to(dtype)
+    return (torch.randn(R, V, generator=torch.Generator().manual_seed(0)) * scale).to(DEVICE, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -42,7 +43,7 @@ def test_draws_are_those_of_the_plain_inverse(seed):
     temperatures = [0.5, 1.0, 2.0, 0.0, 1.3]
     scores, rows = random_scores(), rows_of(temperatures, uniforms)
     packed, _ = choose_tokens(scores, rows, draws=True)
-    scaled = scores / torch.tensor([t or 1.0 for t in temperatures])[:, None]
+    scaled = scores / torch.tensor([t or 1.0 for t in temperatures], device=DEVICE)[:, None]
     expected = draw(scaled, rows.uniforms)
     expected[3] = scores[3].argmax()
     assert packed[:, 0].tolist() == expected.tolist()
@@ -51,8 +52,8 @@ def test_draws_are_those_of_the_plain_inverse(seed):
 
 
 def test_a_banned_token_is_never_drawn():
-    scores = torch.full((3, V), float("-inf"))
-    scores[0, 2400], scores[1, [5, 1500]], scores[2, 0] = 1.0, torch.tensor([0.0, -1.0]), 2.0
+    scores = torch.full((3, V), float("-inf"), device=DEVICE)
+    scores[0, 2400], scores[1, 5], scores[1, 1500], scores[2, 0] = 1.0, 0.0, -1.0, 2.0
     for uniform in (0.0, 0.5, 1.0 - 2**-53):
         packed, _ = choose_tokens(scores, rows_of([1.0] * 3, [uniform] * 3), draws=True)
         assert packed[:, 0].tolist() == [2400, 5 if uniform < 0.7 else 1500, 0]
