@@ -125,6 +125,9 @@ class Expansion:
             if value > 0:
                 over, under = prime_powers(value.numerator, exponent), prime_powers(value.denominator, -exponent)
                 return self.product(over, under), ONE
+            if value < 0 and exponent.denominator % 2:  # the real root, as in the cube root of -8
+                positive, _ = self.power(({(): -value}, ONE), exponent, tree)
+                return self.product(positive, {(): Fraction((-1) ** exponent.numerator)}), ONE
             if value < 0 and exponent.denominator == 2:
                 positive, _ = self.power(({(): -value}, ONE), exponent, tree)
                 monomial, factor = joined(((("const", "i"), Fraction(exponent.numerator)),), ())

@@ -3,6 +3,9 @@
 Two expressions that differ at one point where both have a value are different. Two that agree to 30 digits at several
 points are taken as equal: answers are short, and no answer of a few signs agrees so far by chance. A decimal such as
 3.14159265358979 has too few digits to be taken for pi. Arguments are bounded, so that every evaluation is quick.
+
+Without an i in them, expressions are real: a point where part of one is not (the logarithm of a negative number) is
+passed over, so ln(x^2) is 2 ln(x), and odd roots of negative numbers are the real ones.
 """
 
 from fractions import Fraction
@@ -36,6 +39,10 @@ def variables(tree: Tree) -> set[str]:
     return set().union(*(variables(part) for part in tree[1:] if isinstance(part, tuple)))
 
 
+def has_i(tree: Tree) -> bool:
+    return tree == ("const", "i") or any(has_i(part) for part in tree[1:] if isinstance(part, tuple))
+
+
 def equal_numerically(left: Tree, right: Tree) -> bool | None:
     """Whether two trees agree at the points where both have values; None when there are too few such points."""
     import mpmath
@@ -43,6 +50,7 @@ def equal_numerically(left: Tree, right: Tree) -> bool | None:
     context = mpmath.mp.clone()
     context.dps = DIGITS
     names = sorted(variables(left) | variables(right))
+    is_real = not (has_i(left) or has_i(right))
     if len(names) > len(POINTS[0]):
         return None
     agreed = 0
@@ -50,7 +58,7 @@ def equal_numerically(left: Tree, right: Tree) -> bool | None:
     for point in points:
         values = dict(zip(names, point, strict=False))
         try:
-            a, b = Evaluation(context, values).value(left), Evaluation(context, values).value(right)
+            a, b = (Evaluation(context, values, is_real).value(tree) for tree in (left, right))
         except (NoValue, ValueError, ZeroDivisionError, OverflowError, TypeError):
             continue  # mpmath raises these where a function has no value
         if not (context.isfinite(a) and context.isfinite(b)):
@@ -61,12 +69,28 @@ def equal_numerically(left: Tree, right: Tree) -> bool | None:
     return True if agreed >= min(2, len(points)) else None
 
 
+def rational_of(tree: Tree) -> Fraction | None:
+    """The value of an exponent that is made of numbers by signs and fraction bars, else None."""
+    if tree[0] == "num":
+        return tree[1]
+    if tree[0] == "neg":
+        inner = rational_of(tree[1])
+        return None if inner is None else -inner
+    if tree[0] not in ("add", "mul", "div"):
+        return None
+    one, other = rational_of(tree[1]), rational_of(tree[2])
+    if one is None or other is None or (tree[0] == "div" and not other):
+        return None
+    return one + other if tree[0] == "add" else one * other if tree[0] == "mul" else one / other
+
+
 class Evaluation:
     """The value of a tree at one point, in one mpmath context."""
 
-    def __init__(self, context: Any, values: dict[str, Fraction]):
+    def __init__(self, context: Any, values: dict[str, Fraction], is_real: bool):
         self.context = context
         self.values = values
+        self.is_real = is_real
 
     def value(self, tree: Tree) -> Any:
         kind = tree[0]
@@ -78,7 +102,7 @@ class Evaluation:
         if kind == "neg":
             return -self.value(tree[1])
         if kind == "fn":
-            return self.function(tree[1], [self.value(part) for part in tree[2:]])
+            return self.checked(self.function(tree[1], [self.value(part) for part in tree[2:]]))
         a, b = self.value(tree[1]), self.value(tree[2])
         if kind == "add":
             return a + b
@@ -86,7 +110,16 @@ class Evaluation:
             return a * b
         if kind == "div":
             return a / b
-        return self.power(a, b)
+        exponent = rational_of(tree[2])
+        if exponent is not None and exponent.denominator % 2 and a.imag == 0 and a.real < 0:
+            sign = -1 if exponent.numerator % 2 else 1
+            return sign * self.power(-a, b)  # the real root
+        return self.checked(self.power(a, b))
+
+    def checked(self, value: Any) -> Any:
+        if self.is_real and value.imag != 0:
+            raise NoValue("no real value")
+        return value
 
     def constant(self, name: str) -> Any:
         if name == "inf":

@@ -157,6 +157,13 @@ UNITS = [
     ("6\\ \\mathrm{m/s}", "6"),
 ]
 EXPRESSIONS = [
+    ("\\sqrt[3]{-8}", "-2"),
+    ("(-27)^{1/3}", "-3"),
+    ("(-8)^{2/3}", "4"),
+    ("\\ln(x^2)", "2\\ln x"),
+    ("\\sqrt{x}\\sqrt{y}", "\\sqrt{xy}"),
+    ("\\log_2 x", "\\frac{\\ln x}{\\ln 2}"),
+    ("\\sqrt[3]{x^3}", "x"),
     ("\\sin^{-1}(1/2)", "\\pi/6"),
     ("e^{i\\pi}", "-1"),
     ("\\log_{2}{8}", "3"),
@@ -308,6 +315,9 @@ WORDS = [
 EQUAL = NUMBERS + WRAPPED + UNITS + EXPRESSIONS + STRUCTURES + WORDS
 
 DIFFERENT = [
+    ("\\sqrt[3]{-8}", "2"),
+    ("\\ln(x^2)", "\\ln x"),
+    ("\\sqrt[4]{x^4}", "x"),
     ("0x114ab", "0x3d2d"),
     ("0x48", "0"),
     ("-$-5", "5"),
