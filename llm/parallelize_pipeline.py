@@ -220,6 +220,8 @@ def apply_deferral(model: Transformer, config: TrainConfig, mesh: Mesh) -> Defer
                     f"(LoRA, FP8); use parallel.pp_schedule=1f1b"
                 )
             module.matmul = deferred.matmul
+        elif hasattr(module, "project"):
+            module.project = deferred.project
     return deferred
 
 

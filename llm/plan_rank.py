@@ -40,8 +40,8 @@ def rank_share(config: TrainConfig, params: list[Param], device: str, world_size
         stages = tuple(stages_of(config, place))
         part = replace(part, **pieces_of(stages, config.model.num_layers))
         params = rank_params(params, config, place)
-        if config.parallel.pp_schedule == "zero_bubble":  # splits each layer's product, so none are joined
-            work = replace(work, kernels=replace(work.kernels, linear=False))
+        if config.parallel.pp_schedule == "zero_bubble":  # its split products join layers that read one input
+            work = replace(work, kernels=replace(work.kernels, linear=True))
     if degrees.cp > 1:
         multiple = multiple_of(config.parallel.cp_mode, degrees.cp)
         work = replace(work, seq_len=padded_length(work.seq_len, multiple))

@@ -25,7 +25,7 @@ from parallel.mesh_degrees import Degrees
 from parallel.pipeline_schedules_simulation import Durations, Simulation
 
 COLLECTIVE_OPS = 12  # operations' worth of the host's time that one collective takes to issue, assumed
-SPLIT_OPS = 42  # more operations a block and micro-batch with weight gradients apart; counted with a dispatch mode
+SPLIT_OPS = 100  # operations' worth that backward in two parts adds a block and micro-batch: processor time on a CPU
 
 
 @dataclass(frozen=True)

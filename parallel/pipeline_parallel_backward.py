@@ -1,11 +1,13 @@
 """Backward in two parts (Qi et al. 2024): a linear layer's input gradient now, its weight gradient when asked for.
 
 `DeferredGradients.matmul` goes where a Linear keeps its matrix product. In backward it gives the input's gradient and
-puts aside what the weight's needs; `run` makes those of one stage and micro-batch. They reach the parameter through
-autograd, so hooks on it fire as ever. Biases and other parameters get their gradients at once: they cost little.
+puts aside what the weight's needs; `run` makes those of one stage and micro-batch. `DeferredGradients.project` does so
+for layers that read one input, whose gradient is made by products that add to each other. Weight gradients reach the
+parameter through autograd, so hooks on it fire as ever. Biases and other parameters get theirs at once: they cost
+little.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -31,14 +33,23 @@ class DeferredGradients:
 
     def matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x weight^T + bias: (..., in) -> (..., out), as F.linear, under autocast in its dtype."""
-        if not (weight.requires_grad and x.requires_grad):  # a layer that ends backward has nothing to give first
-            return F.linear(x, weight, bias)
+        return self.products(x, [weight], [bias])[0]
+
+    def project(self, x: Tensor, layers: Sequence[Any]) -> list[Tensor]:
+        """The outputs of layers, with weight and bias, that read one input x (..., in), by one node of autograd."""
+        return self.products(x, [layer.weight for layer in layers], [layer.bias for layer in layers])
+
+    def products(self, x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
+        if not (x.requires_grad and all(weight.requires_grad for weight in weights)):
+            # A layer that ends backward has nothing to give first.
+            return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
         device = x.device.type
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
-            x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
-        # The weight goes in unseen by autograd, or its hooks would fire for a gradient that is not there yet.
-        return DeferredLinear.apply(x, bias, weight.detach(), (weight, self))
+            x, biases = x.to(dtype), [None if bias is None else bias.to(dtype) for bias in biases]
+        # Weights go in unseen by autograd, or their hooks would fire for gradients that are not there yet.
+        unseen = [weight.detach() for weight in weights]
+        return list(DeferredProducts.apply(x, (weights, self), *unseen, *biases))
 
     @torch.no_grad()
     def run(self, key: Hashable) -> None:
@@ -69,24 +80,31 @@ def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mm(a, b).to(dtype)
 
 
-class DeferredLinear(torch.autograd.Function):
-    """x (..., in) in the dtype of the product, bias (out,) or None, weight (out, in), and who gets its gradient."""
+class DeferredProducts(torch.autograd.Function):
+    """x (..., in) in the products' dtype, whom gradients go to, weights (out, in), biases (out,) or None -> outputs."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, weight: Tensor, target: tuple[Tensor, DeferredGradients]
-    ) -> Tensor:
-        matrix = weight.to(x.dtype)
-        ctx.save_for_backward(x, matrix)
-        ctx.has_bias, (ctx.weight, ctx.deferred) = bias is not None, target
+        ctx: Any, x: Tensor, target: tuple[list[Tensor], DeferredGradients], *parameters: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        ctx.weights, ctx.deferred = target
+        count = len(ctx.weights)
+        matrices, biases = [weight.to(x.dtype) for weight in parameters[:count]], parameters[count:]
+        ctx.save_for_backward(x, *matrices)
+        ctx.has_bias = [bias is not None for bias in biases]
         with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x, matrix, bias)
+            return tuple(F.linear(x, matrix, bias) for matrix, bias in zip(matrices, biases, strict=True))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        x, matrix = ctx.saved_tensors
-        rows, flat = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])  # (N, in), (N, out)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, *matrices = ctx.saved_tensors
+        rows = x.reshape(-1, x.shape[-1])  # (N, in)
+        flat = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]  # (N, out)
         assert ctx.deferred.current is not None, "a deferred weight gradient needs begin() before its backward pass"
-        ctx.deferred.current.append((ctx.weight, rows, flat))
-        return torch.mm(flat, matrix).view(x.shape), flat.sum(0) if ctx.has_bias else None, None, None
+        ctx.deferred.current += [(weight, rows, own) for weight, own in zip(ctx.weights, flat, strict=True)]
+        dx = torch.mm(flat[0], matrices[0])  # (N, in)
+        for own, matrix in zip(flat[1:], matrices[1:], strict=True):
+            dx.addmm_(own, matrix)
+        dbiases = [own.sum(0) if has_bias else None for own, has_bias in zip(flat, ctx.has_bias, strict=True)]
+        return dx.view(x.shape), None, *[None] * len(flat), *dbiases
