@@ -51,8 +51,8 @@ class EvaluateConfig:
     output: str | None = None  # null: evaluation.json or evaluation_text.json of the run
 
     def __post_init__(self) -> None:
-        check_positive(batch_size=self.batch_size, max_tokens=self.max_tokens or 1, seq_len=self.seq_len or 1)
-        check_positive(max_bytes=1 if self.max_bytes is None else self.max_bytes)
+        given = {name: getattr(self, name) for name in ("batch_size", "max_tokens", "max_bytes", "stride", "seq_len")}
+        check_positive(**{name: value for name, value in given.items() if value is not None})
         check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16"))
         if self.text is not None and self.tokens is not None:
             raise UserError("text and tokens exclude each other; give one of them")

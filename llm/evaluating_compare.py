@@ -47,8 +47,8 @@ class CompareConfig:
     output: str | None = None
 
     def __post_init__(self) -> None:
-        check_positive(batch_size=self.batch_size, seq_len=self.seq_len or 1)
-        check_positive(max_bytes=1 if self.max_bytes is None else self.max_bytes)
+        given = {name: getattr(self, name) for name in ("batch_size", "max_bytes", "stride", "seq_len")}
+        check_positive(**{name: value for name, value in given.items() if value is not None})
         check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16"))
         if self.first == self.second:
             raise UserError(f"first and second are both {self.first}; name two checkpoints")

@@ -40,8 +40,8 @@ class FiguresConfig:
     temperature: float = 0.8
     seed: int = 1337
     max_bytes: int = 60_000  # of each source's validation text
-    max_tokens: int = 65_536  # of validation windows
-    context_targets: int = 1_000
+    max_tokens: int = 32_768  # of validation windows
+    context_targets: int = 256
     device: str = "auto"
 
     def __post_init__(self) -> None:

@@ -141,3 +141,6 @@ def test_the_script_scores_a_file_and_records_it(tiny_corpus, tmp_path, capsys):
     assert f"bits per byte {result.total.bits_per_byte:.4f}" in capsys.readouterr().out
     with pytest.raises(UserError, match="exclude each other"):
         EvaluateConfig(**config, tokens="data/x/tokens")
+    for name in ("stride", "seq_len", "max_bytes", "batch_size"):
+        with pytest.raises(UserError, match=f"{name}=0 must be positive"):
+            EvaluateConfig(**config | {name: 0})
