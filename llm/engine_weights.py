@@ -23,7 +23,8 @@ from parallel.tensor_parallel import ColumnGroup, TensorLayout
 class JoinedProjection:
     """The seam `project`: one product for all layers that read x (..., in); outputs are its columns.
 
-    Where gradients are asked for, the layers are called one by one: the parameters are theirs.
+    Where gradients are asked for, the layers are called one by one: the parameters are theirs. So are they where
+    somebody has given a layer other storage (model.to, load_state_dict(assign=True)): the matrix is then out of date.
     """
 
     weight: Tensor  # (sum of outs, in)
@@ -31,9 +32,13 @@ class JoinedProjection:
     sizes: list[int]
 
     def __call__(self, x: Tensor, layers: Sequence[Linear]) -> Sequence[Tensor]:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or not self.holds(layers):
             return project_each(x, layers)
         return F.linear(x, self.weight, self.bias).split(self.sizes, dim=-1)
+
+    def holds(self, layers: Sequence[Linear]) -> bool:
+        """Whether the layers' weights still are rows of the matrix; they move together, so the first one tells."""
+        return layers[0].weight.data_ptr() == self.weight.data_ptr()
 
 
 @torch.no_grad()
@@ -57,7 +62,8 @@ def join(module: nn.Module, layers: Sequence[Linear]) -> None:
     """Make the layers' weights views of one matrix; layers whose product was swapped (LoRA, FP8) stay as they are."""
     group = module.project if isinstance(module.project, ColumnGroup) else None
     inner = module.project if group is None else group.inner
-    if inner is not project_each or any(layer.matmul is not F.linear for layer in layers):
+    stale = isinstance(inner, JoinedProjection) and not inner.holds(layers)
+    if not (inner is project_each or stale) or any(layer.matmul is not F.linear for layer in layers):
         return
     weight = torch.cat([layer.weight for layer in layers])  # (sum of outs, in)
     bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])

@@ -291,3 +291,16 @@ def test_in_batch_invariant_mode_company_changes_no_bit():
         torch.testing.assert_close(completion.log_probs, exact, atol=ENGINE_LOG_PROBS, rtol=0)
     crowded = make_engine(model, batch_invariant=True, num_pages=16, max_running=4)
     assert crowded.generate(PROMPTS, params)[2].token_ids == together[2].token_ids
+
+
+def test_a_model_that_moved_after_an_engine_was_made_is_read_where_it_is():
+    model = random_model()
+    prompt = torch.tensor([PROMPTS[2]])
+    make_engine(model)
+    model.load_state_dict(random_model(seed=1).state_dict(), assign=True)
+    with torch.no_grad():
+        assert torch.allclose(model(prompt), random_model(seed=1)(prompt), atol=ENGINE_LOG_PROBS)
+    tokens = make_engine(model).generate([PROMPTS[2]], RequestParams(GREEDY, max_new_tokens=8))[0].token_ids
+    assert tokens == greedy_without_cache(random_model(seed=1), PROMPTS[2], 8)
+    engine = make_engine(model.double())
+    assert engine.generate([PROMPTS[2]], RequestParams(GREEDY, max_new_tokens=8))[0].token_ids == tokens
