@@ -11,6 +11,7 @@ from typing import Any
 
 import hydra
 from omegaconf import DictConfig
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -86,16 +87,15 @@ def document(config: CompareConfig, lines: list[Comparison]) -> dict[str, Any]:
 
 def print_comparison(config: CompareConfig, lines: list[Comparison]) -> None:
     title = f"bits per byte: first {config.first}, second {config.second}"
-    table = Table(title=title, title_justify="left")
-    table.add_column("source")
-    share = f"{config.confidence:.0%}"
-    for name in ("first", "second", "difference", f"{share} interval", "units", "better"):
-        table.add_column(name, justify="right")
+    table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1))
+    table.add_column("source", no_wrap=True)
+    for name in ("first", "second", "difference", f"{config.confidence:.0%} interval", "units", "better"):
+        table.add_column(name, justify="right", no_wrap=True)
     for line in lines:
-        interval = "one unit" if line.low is None else f"{line.low:+.4f} {line.high:+.4f}"
-        units = f"{line.num_units:,} {line.unit.replace('document', 'doc')}s"
-        table.add_row(line.source, f"{line.first:.4f}", f"{line.second:.4f}",
-                      f"{line.difference:+.4f}", interval, units, line.better)  # fmt: skip
+        interval = "too few units" if line.low is None else f"{line.low:+.3f} to {line.high:+.3f}"
+        kind = {"document": "docs", "block": "blocks"}.get(line.unit, "both")
+        table.add_row(line.source, f"{line.first:.4f}", f"{line.second:.4f}", f"{line.difference:+.4f}", interval,
+                      f"{line.num_units:,} {kind}", line.better)  # fmt: skip
     Console().print(table)
 
 

@@ -19,6 +19,7 @@ from llm.evaluation_windows import ScoredText
 
 UNITS = ("auto", "document", "block")
 MIN_DOCUMENTS = 20  # with fewer of them in a source, "auto" draws blocks
+MIN_UNITS = 8  # with fewer there are too few different draws for an interval to mean anything
 DRAWN_AT_ONCE = 1 << 22  # numbers of a bootstrap that are in memory together
 
 
@@ -56,8 +57,8 @@ class Units:
 class Comparison:
     """Bits per byte of both models on one source, their difference first - second, and its interval low..high.
 
-    A difference below zero means that the first model predicts the source better. With a single unit there is nothing
-    to draw from, and low and high are None.
+    A difference below zero means that the first model predicts the source better. With fewer than
+    MIN_UNITS units low and high are None.
     """
 
     source: str
@@ -129,7 +130,7 @@ def summarise(source: str, units: list[Units], draws: np.ndarray, confidence: fl
                      for model in ([part.first for part in units], [part.second for part in units]))  # fmt: skip
     num_units = sum(len(part.first) for part in units)
     low = high = None
-    if num_units > 1:
+    if num_units >= MIN_UNITS:
         tail = (1.0 - confidence) / 2
         low, high = (float(edge) for edge in np.quantile(draws[:, 0] / draws[:, 1], (tail, 1.0 - tail)))
     kinds = sorted({part.kind for part in units})

@@ -67,7 +67,7 @@ def test_pairing_sees_a_gap_that_is_small_beside_the_spread_of_the_units():
 def test_all_sources_together_weigh_by_bytes():
     units = {
         "a": Units(np.array([8.0]) * LN2, np.array([16.0]) * LN2, np.array([8.0]), "block"),
-        "b": Units(np.array([16.0, 16.0]) * LN2, np.array([8.0, 8.0]) * LN2, np.array([8.0, 8.0]), "document"),
+        "b": Units(np.full(8, 4.0) * LN2, np.full(8, 2.0) * LN2, np.full(8, 2.0), "document"),
     }
     a, b, total = compare(units, BootstrapConfig(samples=50))
     assert (a.first, a.second, a.difference, a.low, a.high) == (1.0, 2.0, -1.0, None, None) and a.better == "undecided"
