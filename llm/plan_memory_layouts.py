@@ -21,8 +21,9 @@ from llm.cost_model_memory import (
 from llm.plan_memory import RankMemory, activation_bytes, moments_of, rank_memory
 from llm.plan_rank import RankShare, place_in_pipeline, rank_share
 from parallel.cost_model_memory import rank_state
+from parallel.cost_model_pipeline import known_schedule
 from parallel.cost_model_traffic import Param
-from parallel.pipeline_schedules import BACKWARD, FORWARD, INPUT, Operation, build_schedule
+from parallel.pipeline_schedules import BACKWARD, FORWARD, INPUT, Operation
 
 
 def layout_memory(config: TrainConfig, params: list[Param], device: str, world_size: int, rank: int = 0) -> RankMemory:
@@ -32,7 +33,7 @@ def layout_memory(config: TrainConfig, params: list[Param], device: str, world_s
         return rank_memory(share.work, list(share.params), share.layout, parallel.activation_checkpointing)
     place = place_in_pipeline(parallel.degrees().resolve(world_size), rank)
     count = share.layout.micro_batches
-    schedule = build_schedule(parallel.pp_schedule, parallel.pp, count, parallel.pp_chunks)
+    schedule = known_schedule(parallel.pp_schedule, parallel.pp, count, parallel.pp_chunks)
     stages = {chunk * parallel.pp + place: pieces for chunk, pieces in enumerate(share.stages)}
     sizes = {stage: stage_bytes(config, share, pieces) for stage, pieces in stages.items()}
     return pipeline_memory(config, share, schedule.table[place], sizes)

@@ -8,13 +8,20 @@ batch is the program's (pipeline_schedules_program), a table as much as the sche
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from parallel.cost_model_traffic import ITEM_BYTES, Message
-from parallel.pipeline_schedules import build_schedule
+from parallel.pipeline_schedules import Schedule, build_schedule
 from parallel.pipeline_schedules_program import Exchange, program_of
 from parallel.pipeline_schedules_simulation import Durations, Simulation, simulate
 
 AXIS = "pp"
+
+
+@lru_cache(maxsize=256)
+def known_schedule(name: str, ranks: int, micro_batches: int, chunks: int) -> Schedule:
+    """build_schedule, of which a plan asks for the same ones again and again."""
+    return build_schedule(name, ranks, micro_batches, chunks)
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,7 @@ def pipeline_messages(shape: PipelineShape, rank: int) -> Iterator[Message]:
     if table and rank in (0, shape.ranks - 1):
         yield Message("exchange", AXIS, shape.table_dtype, shape.ranks, table, "forward")
         yield Message("exchange", AXIS, shape.table_dtype, shape.ranks, table, "backward")
-    schedule = build_schedule(shape.schedule, shape.ranks, len(shape.tokens), shape.chunks)
+    schedule = known_schedule(shape.schedule, shape.ranks, len(shape.tokens), shape.chunks)
     for step in program_of(schedule, rank):
         if isinstance(step, Exchange):
             nbytes = sum(shape.boundary_bytes[message.micro_batch] for message in step.sends or step.receives)
@@ -57,10 +64,10 @@ def predict_pipeline(shape: PipelineShape, durations: Durations, stage_scale: li
 
     `durations` are of a stage of scale 1, `stage_scale` how much dearer each stage is.
     """
-    schedule = build_schedule(shape.schedule, shape.ranks, len(shape.tokens), shape.chunks)
+    schedule = known_schedule(shape.schedule, shape.ranks, len(shape.tokens), shape.chunks)
     return simulate(schedule, durations, stage_scale)
 
 
 def simulate_stages(shape: PipelineShape, durations: list[Durations]) -> Simulation:
     """The same with the seconds of each stage, in their order."""
-    return simulate(build_schedule(shape.schedule, shape.ranks, len(shape.tokens), shape.chunks), durations)
+    return simulate(known_schedule(shape.schedule, shape.ranks, len(shape.tokens), shape.chunks), durations)

@@ -11,7 +11,6 @@ Stage s lies on rank s % ranks. `python -m parallel.pipeline_schedules_figure` p
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 from configs.errors import UserError, check_choice, check_positive
@@ -54,7 +53,6 @@ class Schedule:
         return list(range(rank, self.stages, self.ranks))
 
 
-@lru_cache(maxsize=256)
 def build_schedule(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Schedule:
     """The schedule of this name; UserError for an unknown one, or for chunks with a schedule that has none."""
     check_choice("parallel.pp_schedule", name, SCHEDULES)
