@@ -102,7 +102,7 @@ class Engine:
             raise UserError("stop strings need a tokenizer; give the engine one, or use stop_ids")
 
     def cancel(self, request_id: int) -> None:
-        """Drop a request and give its pages back at once; no event of it follows. Ids that are done or unknown: nothing."""
+        """Drop a request and give its pages back at once; no event of it follows. Unknown ids are done already."""
         request = self.requests.pop(request_id, None)
         if request is not None:
             request.finish_reason = "cancelled"
