@@ -1,7 +1,8 @@
 """What a batch of train_rl will take, from shapes, lengths and the device's rates alone, in seconds by part.
 
-Rollout: each decoding step is the longer of what the device must read and multiply (llm/cost_model_decode, as kernels
-at their shortest) and, on a GPU, of what the engine's Python needs; on a CPU both come one after the other. Updates are
+Rollout: on a GPU each decoding step is the longest of what the device must read or multiply (llm/cost_model_decode), of
+its kernels at their shortest, and of what the engine's Python needs. On a CPU one comes after the other: products,
+caches (gathered from their pages, so moved three times), sampling over the vocabulary, operations, Python. Updates are
 llm's step time with the mean length as the sequence. The lengths of completions are those of the held-out problems
 before the first batch; nothing of the engine or the trainer is timed.
 """
@@ -13,13 +14,22 @@ from alignment.rollout import RolloutConfig
 from alignment.train_rl_config import TrainRlConfig
 from llm.args import ModelConfig
 from llm.cost_model_counts import count_parameters, workload_of
-from llm.cost_model_decode import DecodeRates, decode_step_time, prefill_time
+from llm.cost_model_decode import (
+    DecodeRates,
+    cache_bytes_per_token,
+    decode_step_flops,
+    decode_step_time,
+    decode_weight_bytes,
+    prefill_time,
+)
 from llm.cost_model_time import predict_step_time
 from llm.hardware import Hardware
+from llm.hardware_calibration import interpolate
 
 # Counted with cProfile in llm/engine: Python calls of a step, and of each token of it; operations of a decoding step.
 CALLS_PER_STEP, CALLS_PER_TOKEN, CALLS_PER_REQUEST = 400, 26, 150
 OPERATIONS_PER_LAYER, OPERATIONS_PER_STEP = 30, 40
+CACHE_MOVES, SAMPLING_BYTES = 3, 80  # on a CPU: gather writes what attention reads; a row's passes over an id's scores
 KERNELS_PER_LAYER, KERNEL_S = 10, 3e-6  # in a replayed graph no kernel is shorter
 
 
@@ -80,20 +90,29 @@ def predict_rollout(
 ) -> float:
     """So many completions together, at most `rollout.max_running` of them at a time."""
     running = min(rows, rollout.max_running)
-    rates = DecodeRates(max(rate for _, rate in hardware.rates.matmul), hardware.memory_bytes_per_s or float("inf"))
+    matmul_flops = interpolate(hardware.rates.matmul, model.d_model)
+    rates = DecodeRates(matmul_flops, hardware.memory_bytes_per_s or float("inf"))
     size = element_bytes(rollout, hardware)
     steps = lengths.longest + (rows - running) * lengths.response / running  # a free row is taken by who waits
     alive = rows * lengths.response / steps
     context = lengths.prompt + lengths.response / 2
-    device = decode_step_time(model, round(alive), context, rates, size).seconds
     python = (CALLS_PER_STEP + CALLS_PER_TOKEN * alive) * call_s
     prefill = prefill_time(model, [round(lengths.prompt)] * rows, rates, size).seconds
     begin = rows * CALLS_PER_REQUEST * call_s
     if hardware.device == "cuda":
+        device = decode_step_time(model, round(alive), context, rates, size).seconds
         device = max(device, model.num_layers * KERNELS_PER_LAYER * KERNEL_S)
         return prefill + begin + steps * max(device, python)
+    device = cpu_step(model, alive, context, rates, size)
     operations = model.num_layers * OPERATIONS_PER_LAYER + OPERATIONS_PER_STEP
     return prefill + begin + steps * (device + python + operations * hardware.rates.op_overhead_s)
+
+
+def cpu_step(model: ModelConfig, rows: float, context: float, rates: DecodeRates, element_bytes: int) -> float:
+    """Seconds of a decoding step's products and passes over memory on a CPU."""
+    cache = rows * (context + 1) * cache_bytes_per_token(model, element_bytes)
+    moved = decode_weight_bytes(model, element_bytes) + CACHE_MOVES * cache + rows * model.vocab_size * SAMPLING_BYTES
+    return decode_step_flops(model, round(rows), context) / rates.matmul_flops + moved / rates.memory_bytes
 
 
 def predict_update(config: TrainRlConfig, model: ModelConfig, hardware: Hardware, lengths: Lengths) -> float:

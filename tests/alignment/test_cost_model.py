@@ -5,10 +5,24 @@ from pathlib import Path
 
 import pytest
 
-from alignment.cost_model import CALLS_PER_REQUEST, CALLS_PER_STEP, CALLS_PER_TOKEN, Lengths, predict_batch
+from alignment.cost_model import (
+    CACHE_MOVES,
+    CALLS_PER_REQUEST,
+    CALLS_PER_STEP,
+    CALLS_PER_TOKEN,
+    SAMPLING_BYTES,
+    Lengths,
+    predict_batch,
+)
 from llm.args import ModelConfig
 from llm.cost_model_counts import count_parameters
-from llm.cost_model_decode import cache_bytes_per_token, decode_weight_bytes
+from llm.cost_model_decode import (
+    DecodeRates,
+    cache_bytes_per_token,
+    decode_step_flops,
+    decode_weight_bytes,
+    prefill_time,
+)
 from llm.hardware import Hardware
 from llm.hardware_calibration import Rates
 from tests.alignment.rl_start import rl_config
@@ -31,12 +45,22 @@ def hardware(device: str = "cpu", memory_bytes_per_s: float = 1e11, rates: Rates
 
 
 def test_a_memory_bound_rollout_reads_all_weights_once_a_step(config):
-    found = predict_batch(config, MODEL, hardware(), LENGTHS, call_s=0.0)
-    cache = 64 * 101 * cache_bytes_per_token(MODEL, 4)
-    steps = 100 * (decode_weight_bytes(MODEL, 4) + cache) / 1e11
-    prefill = (decode_weight_bytes(MODEL, 4) + 64 * 50 * cache_bytes_per_token(MODEL, 4)) / 1e11
+    found = predict_batch(config, MODEL, hardware("cuda"), LENGTHS, call_s=0.0)
+    cache = 64 * 101 * cache_bytes_per_token(MODEL, 2)
+    steps = 100 * (decode_weight_bytes(MODEL, 2) + cache) / 1e11
+    prefill = (decode_weight_bytes(MODEL, 2) + 64 * 50 * cache_bytes_per_token(MODEL, 2)) / 1e11
     assert found.rollout_s == pytest.approx(steps + prefill, rel=1e-3)
-    assert found.sync_s == pytest.approx(count_parameters(MODEL).total * 8 / 1e11)
+    assert found.sync_s == pytest.approx(count_parameters(MODEL).total * 6 / 1e11)
+
+
+def test_on_a_cpu_products_caches_and_sampling_come_one_after_the_other(config):
+    slow = replace(RATES, matmul=((1.0, 1e11), (1e9, 1e11)))
+    found = predict_batch(config, MODEL, hardware(rates=slow), LENGTHS, call_s=0.0)
+    moved = decode_weight_bytes(MODEL, 4) + 64 * 2048 * SAMPLING_BYTES
+    moved += CACHE_MOVES * 64 * 101 * cache_bytes_per_token(MODEL, 4)
+    products = decode_step_flops(MODEL, 64, 100.0) / 1e11
+    prefill = prefill_time(MODEL, [50] * 64, DecodeRates(1e11, 1e11), 4).seconds
+    assert found.rollout_s == pytest.approx(100 * (moved / 1e11 + products) + prefill, rel=1e-3)
 
 
 def test_python_counts_for_every_step_and_token(config):
@@ -49,10 +73,10 @@ def test_python_counts_for_every_step_and_token(config):
 
 
 def test_rows_beyond_the_engines_wait_for_a_free_one(config):
-    whole = predict_batch(config, MODEL, hardware(), LENGTHS, 0.0)
+    whole = predict_batch(config, MODEL, hardware("cuda"), LENGTHS, 0.0)
     halved = replace(config, rollout=replace(config.rollout, max_running=32))
-    found = predict_batch(halved, MODEL, hardware(), LENGTHS, 0.0)
-    again = 100 * decode_weight_bytes(MODEL, 4) / 1e11  # two waves read the weights twice and the caches once
+    found = predict_batch(halved, MODEL, hardware("cuda"), LENGTHS, 0.0)
+    again = 100 * decode_weight_bytes(MODEL, 2) / 1e11  # two waves read the weights twice and the caches once
     assert found.rollout_s - whole.rollout_s == pytest.approx(again, rel=1e-3)
 
 
