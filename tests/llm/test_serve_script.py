@@ -15,7 +15,7 @@ from configs.errors import UserError
 from configs.loader import compose_config
 from llm.args import TrainConfig
 from llm.chat import ChatConfig, run_chat
-from llm.serve import listen
+from llm.serve import import_server, listen
 from llm.serve_config import ServeConfig
 from llm.serve_guard import hosts_of
 from llm.training import train
@@ -99,3 +99,9 @@ def test_names_that_the_host_header_may_hold():
     assert hosts_of("127.0.0.1", []) == {"localhost", "127.0.0.1", "::1"}
     assert "gpu-box" in hosts_of("0.0.0.0", ["GPU-box"])
     assert hosts_of("0.0.0.0", []) is None, "every address is listened on and nobody said by what name"
+
+
+def test_without_the_extra_a_line_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fastapi", None)  # as if it were not installed
+    with pytest.raises(UserError, match=r"fastapi is not installed; run: pip install -e '\.\[serve\]'"):
+        import_server()
