@@ -162,7 +162,7 @@ def set_up(config: TrainRlConfig, roles: RoleMeshes) -> RlRun:
     config = replace(config, dtype=dtype)
     run = RlRun(
         config=config, roles=roles, hardware=detect_hardware(config.hardware, world.device, dtype=dtype),
-        tokenizer=tokenizer, tokenizer_dir=path, sync=WeightSync(roles, model.config),
+        tokenizer=tokenizer, tokenizer_dir=path, sync=WeightSync(roles, model.config, config.rollout.dtype),
         run_dir=RunDir(f"{config.runs_dir}/{config.name}"), clock=Clock(world.device),
     )  # fmt: skip
     if roles.workers is not None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from llm.args import ModelConfig
+from llm.model_loading import choose_dtype
 from llm.transformer import Transformer
 from parallel.collectives import broadcast
 from parallel.mesh_roles import RoleMeshes
@@ -22,8 +23,9 @@ SYNC_AXIS = "sync"
 class WeightSync:
     """`send(training, rollout, version)` is called by every rank of the run after the updates of a batch."""
 
-    def __init__(self, roles: RoleMeshes, model_config: ModelConfig):
+    def __init__(self, roles: RoleMeshes, model_config: ModelConfig, engine_dtype: str):
         self.roles, self.model_config = roles, model_config
+        self.wire_dtype = choose_dtype(engine_dtype, roles.world.device)
         self.buffers: dict[str, torch.Tensor] = {}  # of a rank that only writes
 
     def send(self, training: "TrainingSide | None", rollout: "RolloutSide | None", version: int) -> None:
@@ -37,10 +39,6 @@ class WeightSync:
                     rollout.engine.load_weights(tensors, version)
         elif rollout is not None:
             rollout.engine.load_weights(self.receive(), version)
-
-    @property
-    def wire_dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.roles.world.device.type == "cuda" else torch.float32
 
     def receive(self) -> dict[str, torch.Tensor]:
         """The tensors of rank 0, by name, in buffers that stay."""
