@@ -130,15 +130,21 @@ def test_going_on_sends_the_text_so_far(server, open_page):
     assert prompts[0] == PROMPT and prompts[1].startswith(PROMPT) and len(prompts[1]) > len(PROMPT)
 
 
-def test_stop_ends_the_answer_and_frees_the_engine(server, open_page):
-    page = open_page(server)
-    ready(page)
-    ask(page, PROMPT, max_tokens=LONG)
-    playwright.expect(page.locator(".token").nth(3)).to_be_visible()
-    page.get_by_role("button", name="Stop").click()
-    playwright.expect(page.locator(".foot")).to_contain_text("stopped by you")
-    server.wait_until_idle()
-    playwright.expect(page.locator("#send")).to_be_enabled()
+def test_stop_ends_the_answer_and_frees_the_engine(tokenizer, open_page):
+    """The engine holds the fifth token back: however slow the browser is, there is something to stop."""
+    engine = GatedEngine()
+    engine.max_prompt_tokens = LONG
+    with running_server(tokenizer, ServerOptions(max_seq_len=LONG), engine) as server:
+        page = open_page(server)
+        ready(page)
+        engine.permits.release(4)
+        ask(page, PROMPT, max_tokens=LONG)
+        playwright.expect(page.locator(".token").nth(3)).to_be_visible()
+        page.get_by_role("button", name="Stop").click()
+        playwright.expect(page.locator(".foot")).to_contain_text("stopped by you")
+        server.wait_until_idle()
+        assert len(engine.cancelled) == 1 and not engine.running
+        playwright.expect(page.locator("#send")).to_be_enabled()
 
 
 def test_leaving_the_page_frees_the_engine(server, open_page):
