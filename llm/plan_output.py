@@ -105,14 +105,16 @@ def write_plan(directory: str | Path, planner: Planner, rows: list[PlanRow], pla
     )
     facts = html.escape(", ".join(f"{key} {value}" for key, value in plan["plan"].items()))
     sources = "".join(f"<li>{html.escape(str(text))}</li>" for text in plan["sources"].values())
+    reasons = "<br>".join(map(html.escape, plan["why"]))
     config = planner.config
     title = f"{plan['plan']['parameters'] / 1e9:.1f}B parameters on {config.world_size} {config.hardware.name}"
-    draw_memory(Path(directory) / "memory.png", best_of_each_kind(rows), planner.limit_bytes, title)
+    kinds = best_of_each_kind(rows)[: config.rows]
+    draw_memory(Path(directory) / "memory.png", kinds, planner.limit_bytes, title)
     style = "body{font:15px sans-serif;margin:2em}td,th{padding:2px 12px;text-align:left}.large{color:#999}"
     write_text_atomic(
         Path(directory) / "plan.html",
         f"<!doctype html><meta charset=utf-8><title>plan</title><style>{style}</style><h1>Plan</h1><p>{facts}</p>"
         f"<p>Quickest first; grey layouts need more than {planner.limit_bytes / GB:.1f} GB.</p>"
-        f"<p><img src=memory.png alt='memory by layout'></p><table><tr>{head}</tr>\n{body}</table>"
+        f"<p>{reasons}</p><p><img src=memory.png alt='memory by layout'></p><table><tr>{head}</tr>\n{body}</table>"
         f"<p>Figures of the device and its links:</p><ul>{sources}</ul>\n",
     )
