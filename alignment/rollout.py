@@ -35,6 +35,9 @@ class RolloutEngine(Protocol):
     def load_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """Replace the weights in place, by the names of Transformer.state_dict(); no prefix computed before is used."""
 
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache; no request is running."""
+
 
 @dataclass
 class RolloutConfig:

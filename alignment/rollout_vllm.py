@@ -81,9 +81,12 @@ class VllmEngine:
         """Replace the weights in place and forget every prefix."""
         path = self.write(tensors)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
+        self.forget_prefixes()
+        self.weight_version = version
+
+    def forget_prefixes(self) -> None:
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
-        self.weight_version = version
 
     def close(self) -> None:
         """End vLLM's processes and remove the weights' files; else they end with this process, noisily."""

@@ -92,6 +92,8 @@ class Collector:
 
     def collect(self) -> Collected:
         """The next batch of `settings.groups` groups."""
+        # An evaluation leaves prefixes that a resumed run has not: numbers would differ in their last bit.
+        self.engine.forget_prefixes()
         wanted, oldest = self.settings.groups, self.engine.weight_version - self.settings.max_staleness
         found = Collected([group for group in self.pending if group.version >= oldest])
         spare: list[Group] = []

@@ -124,7 +124,7 @@ class RlRun:
         self.batch, self.step, self.tokens = state["batch"], state["step"], state["tokens_seen"]
         self.cursor = state["cursor"]
         self.ahead = None if state["ahead"] is None else Collected.from_json(state["ahead"])
-        if self.rollout is not None:
+        if self.rollout is not None and self.cursor:  # empty when it was stopped before its first batch
             self.rollout.collector.restore(self.cursor)
         if self.batch > self.config.num_batches:
             raise UserError(f"{path} is beyond num_batches={self.config.num_batches}; raise it or use another name")

@@ -214,6 +214,17 @@ class Engine:
         self.pool.forget()
         self.weight_version = version
 
+    def forget_prefixes(self) -> None:
+        """Empty what the cache keeps for later requests.
+
+        Without requests slots and pages are given out from the first again, as by a new engine: which a request gets
+        decides how its keys are read, and so the last bits of its log-probabilities.
+        """
+        self.pool.forget()
+        if not self.requests:
+            self.scheduler.free_slots.sort(reverse=True)
+            self.pool.free = dict.fromkeys(sorted(self.pool.free, reverse=True))
+
     def stats(self) -> EngineStats:
         """The counters and what is held now."""
         return replace(
