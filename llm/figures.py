@@ -4,7 +4,8 @@
     python -m llm.figures run=runs/x 'only=[training_curves,attention_heads]' output=/tmp/images
 
 docs/evaluation.md says how the runs were made. A figure whose runs or tokens are not there is left out, and the end
-says which and why; named in `only`, it is an error. figures.json beside them holds the numbers and where they are from.
+says which and why; named in `only`, it is an error. figures.json beside them holds for each the numbers and
+where they are from.
 """
 
 import sys
@@ -20,7 +21,7 @@ from matplotlib.figure import Figure
 
 from configs.errors import UserError, check_choice
 from configs.loader import CONFIG_DIR, compose_config, load_config
-from configs.run_dir import write_json_atomic
+from configs.run_dir import read_json, write_json_atomic
 from configs.version import git_commit
 from llm.args import ModelConfig
 from llm.engine import Engine, EngineConfig, RequestParams
@@ -142,6 +143,12 @@ def draw(name: str, material: Material, stem: Path) -> tuple[list[Path], dict[st
     return save(figure, stem), numbers
 
 
+def settings_of(name: str, config: FiguresConfig) -> dict[str, Any]:
+    """What of the config a reader needs to draw a figure of runs again; one that stands alone needs nothing."""
+    left = ("run", "output", "only", "device")
+    return {} if name in STANDING else {key: value for key, value in asdict(config).items() if key not in left}
+
+
 def draw_all(config: FiguresConfig) -> dict[str, str]:
     """Draw and write; returns the names of figures that were left out, each with the reason."""
     for name in config.only:
@@ -149,19 +156,18 @@ def draw_all(config: FiguresConfig) -> dict[str, str]:
     material, left_out = Material(config), {}
     path = Path(config.output) / "figures.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    numbers: dict[str, Any] = {}
     for name in config.only or (*FIGURES, *STANDING):
         try:
-            written, numbers[name] = draw(name, material, path.with_name(name))
+            written, numbers = draw(name, material, path.with_name(name))
         except UserError as error:
             if config.only:
                 raise
             left_out[name] = str(error)
             continue
         print(*written, flush=True)
-    if not config.only:
-        settings = asdict(config) | {"commit": git_commit(), "runs": [run.name for run in material.runs]}
-        write_json_atomic(path, {"config": settings, "figures": numbers, "left_out": left_out})
+        known = read_json(path) if path.exists() else {}
+        source = {"run": config.run, "commit": git_commit(), "settings": settings_of(name, config)}
+        write_json_atomic(path, known | {name: source | {"numbers": numbers}})
     for name, reason in left_out.items():
         print(f"left out {name}: {reason}")
     return left_out

@@ -56,12 +56,13 @@ def test_every_figure_with_data_is_drawn_and_the_others_are_named(runs, few_stan
         assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG", name
         assert (tmp_path / f"{name}.pdf").read_bytes()[:4] == b"%PDF", name
     written = json.loads((tmp_path / "figures.json").read_text())
-    assert written["config"]["runs"] == ["figures", "figures-kv1"] and written["left_out"] == left_out
-    kv = written["figures"]["kv_cache"]
+    assert set(written) == (FIGURES.keys() | STANDING.keys()) - left_out.keys()
+    kv = written["kv_cache"]["numbers"]
+    assert written["rope"]["run"] == str(runs / "figures") and written["rope"]["settings"]["max_tokens"] == 512
     assert kv["figures"]["cache_bytes_per_token"] == 2 * kv["figures-kv1"]["cache_bytes_per_token"] == 2 * 2 * 2 * 8 * 4
-    assert written["figures"]["confidence_sample"]["text"].startswith("The cat")
-    contexts = [entry["context"] for entry in written["figures"]["context_utilisation"]["by_context"]]
-    assert contexts == [1, 2, 4, 8, 16] and written["figures"]["context_utilisation"]["beyond"]
+    assert written["confidence_sample"]["numbers"]["text"].startswith("The cat")
+    context = written["context_utilisation"]["numbers"]
+    assert [entry["context"] for entry in context["by_context"]] == [1, 2, 4, 8, 16] and context["beyond"]
     assert "left out scaling_laws" in capsys.readouterr().out
 
 
