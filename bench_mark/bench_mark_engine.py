@@ -197,16 +197,21 @@ def measured_rates(device: torch.device) -> DecodeRates:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="1b", help="a file of configs/model")
-    parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--new", type=int, default=128)
-    parser.add_argument("--requests", type=int, nargs="*", default=[64, 256])
+    parser.add_argument("--prompt", type=int, default=None, help="tokens; 128, or what the model's context allows")
+    parser.add_argument("--new", type=int, default=None, help="tokens; as many")
+    parser.add_argument("--requests", type=int, nargs="*", default=None, help="at once; 64 and 256, on a CPU 16")
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--out", type=Path, help="where the JSON goes, besides the last line")
     arguments = parser.parse_args()
     document: dict[str, Any] = {"commit": git_commit(), "torch": torch.__version__, "model": arguments.model}
     bench = Benchmark(arguments)
-    name = torch.cuda.get_device_name() if bench.device.type == "cuda" else "CPU"
+    on_gpu, name = bench.device.type == "cuda", "CPU"
+    if on_gpu:
+        name = torch.cuda.get_device_name()
+    fitting = min(128, 4 * bench.model.config.max_seq_len // 11)  # the longest mixed request has 7/4 prompts
+    prompt, new = arguments.prompt or fitting, arguments.new or fitting
     document |= {"device": name, "dtype": str(bench.dtype), "rates": vars(bench.rates), "rows": bench.rows}
+    document |= {"prompt": prompt, "new": new}
     print(f"{name} · {bench.dtype} · torch {torch.__version__} · commit {document['commit']} · {arguments.model}")
     print(f"matmul {bench.rates.matmul_flops / 1e12:.1f} TFLOP/s, copy {bench.rates.memory_bytes / 1e12:.3f} TB/s")
     if not arguments.no_peers:
@@ -214,18 +219,13 @@ def main() -> None:
     document["checks"] = check_engine(bench.model)
     print(json.dumps(document["checks"]), flush=True)
     print(f"{'case':46} {'predicted':>10} {'measured':>10} {'ratio':>6}  bound   (tokens/s)")
-    bench.single(arguments.prompt, arguments.new)
-    for count in arguments.requests:
-        prompts = make_prompts(count, [arguments.prompt], bench.model.config.vocab_size, count)
-        bench.throughput(f"{count} requests, equal", prompts, [arguments.new] * count)
-        prompts = make_prompts(
-            count,
-            [arguments.prompt // 4, arguments.prompt, 7 * arguments.prompt // 4],
-            bench.model.config.vocab_size,
-            count,
-        )
-        new = [max(1, arguments.new * (1 + i % 8) // 8) for i in range(count)]
-        bench.throughput(f"{count} requests, mixed", prompts, new)
+    bench.single(prompt, new)
+    for count in arguments.requests if arguments.requests is not None else ([64, 256] if on_gpu else [16]):
+        vocab_size = bench.model.config.vocab_size
+        bench.throughput(f"{count} requests, equal", make_prompts(count, [prompt], vocab_size, count), [new] * count)
+        prompts = make_prompts(count, [prompt // 4, prompt, 7 * prompt // 4], vocab_size, count)
+        lengths = [max(1, new * (1 + i % 8) // 8) for i in range(count)]
+        bench.throughput(f"{count} requests, mixed", prompts, lengths)
         if arguments.out:
             arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(document))

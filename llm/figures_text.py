@@ -59,7 +59,7 @@ def draw_bits(runs: list[Run], scores: dict[str, SourceScore], xz: dict[str, flo
             by_source.bar_label(bars, fmt="%.2f", padding=2, fontsize=8)
         by_source.set_yticks(places, names)
         by_source.margins(x=0.12)
-        dress(by_source, "By source, validation documents", "bits per byte").invert_yaxis()
+        dress(by_source, "By source", "bits per byte").invert_yaxis()
         by_source.legend(loc="lower right", bbox_to_anchor=(1.0, 0.99), ncols=2)
     return figure
 
