@@ -9,9 +9,11 @@ Gradients add up in the parameters as on one device. Everything that is done wit
 the last backward pass of the step.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from parallel.collectives import exchange
 from parallel.collectives_pending import Pending
 from parallel.mesh import Mesh
 from parallel.pipeline_parallel_backward import DeferredGradients
+from parallel.pipeline_parallel_graph import GraphedStages
 from parallel.pipeline_schedules import FORWARD, INPUT, WEIGHT, Operation, build_schedule
 from parallel.pipeline_schedules_program import Exchange, Message, Program, program_of
 
@@ -48,6 +51,20 @@ class Passes:
     arriving: dict[Message, tuple[Pending, Tensor]] = field(default_factory=dict)
     started: list[Pending] = field(default_factory=list)
     results: dict[int, Any] = field(default_factory=dict)  # of the last stage, by micro-batch
+    graphs: GraphedStages | None = None  # replays this step's operations
+
+
+class Keeper(Protocol):
+    """Has a stage's parameters there for each pass, and takes the gradients that it leaves (fsdp_pipeline)."""
+
+    def begin_passes(self, operations: tuple[Operation, ...]) -> None:
+        """Before a step's first operation; these are all that this rank will run, in order; () for forward alone."""
+
+    def begin_pass(self, op: Operation) -> None:
+        """Before an operation, and before what it needs of other ranks is waited for."""
+
+    def end_pass(self, op: Operation) -> None:
+        """After it."""
 
 
 class PipelineRunner:
@@ -59,11 +76,16 @@ class PipelineRunner:
         mesh: Mesh,
         settings: PipelineSettings,
         deferred: DeferredGradients | None = None,
+        keeper: Keeper | None = None,
+        graphs: GraphedStages | None = None,
     ):
         self.boundary, self.mesh, self.settings, self.deferred = boundary, mesh, settings, deferred
+        self.keeper, self.graphs = keeper, graphs
         self.ranks, self.rank = mesh.size(settings.axis), mesh.rank_in(settings.axis)
         self.num_stages = self.ranks * settings.chunks
         self.programs: dict[int, Program] = {}  # by the number of micro-batches
+        # Entered around each operation, its message being there; who times operations puts its own in.
+        self.observe: Callable[[Operation], AbstractContextManager] = nullcontext
 
     def program(self, micro_batches: int) -> Program:
         """What this rank does in a step; checked by the simulator when it is made."""
@@ -74,16 +96,23 @@ class PipelineRunner:
 
     def run(self, stages: dict[int, StageFunction], micro_batches: list[Any]) -> list[Any]:
         """Forward and backward of all micro-batches, one or more; the last stage's results in their order, else []."""
-        passes = Passes(stages)
-        for step in self.program(len(micro_batches)):
+        passes, program = Passes(stages), self.program(len(micro_batches))
+        if self.keeper is not None:
+            self.keeper.begin_passes(tuple(step for step in program if isinstance(step, Operation)))
+        if self.graphs is not None and self.graphs.begin_step(stages, micro_batches, program):
+            passes.graphs = self.graphs
+        for step in program:
             if isinstance(step, Exchange):
                 self.start_exchange(step, micro_batches, passes)
-            elif step.kind == FORWARD:
-                self.forward(step, micro_batches[step.micro_batch], passes)
-            elif step.kind == WEIGHT:
-                self.deferred.run((step.stage, step.micro_batch))
-            else:
-                self.backward(step, passes)
+                continue
+            with self.kept(step):
+                if step.kind == FORWARD:
+                    self.forward(step, micro_batches[step.micro_batch], passes)
+                elif step.kind == WEIGHT:
+                    with self.observe(step):
+                        self.weight(step, passes)
+                else:
+                    self.backward(step, passes)
         for pending in passes.started:
             pending.wait()
         return [passes.results[index] for index in sorted(passes.results)]
@@ -92,10 +121,13 @@ class PipelineRunner:
     def run_forward(self, stages: dict[int, StageFunction], micro_batches: list[Any]) -> list[Any]:
         """Forward alone, a micro-batch after the other; the last stage's results, else []."""
         passes = Passes(stages)
+        if self.keeper is not None:
+            self.keeper.begin_passes(())
         for index, batch in enumerate(micro_batches):
             for stage in range(self.num_stages):
                 if stage in stages:
-                    self.forward(Operation(FORWARD, stage, index), batch, passes)
+                    with self.kept(op := Operation(FORWARD, stage, index)):
+                        self.forward(op, batch, passes)
                 message = Message(stage, stage + 1, index)
                 sends = (message,) if stage in stages else ()
                 receives = (message,) if stage + 1 in stages else ()
@@ -106,6 +138,16 @@ class PipelineRunner:
         for pending in passes.started:
             pending.wait()
         return [passes.results[index] for index in sorted(passes.results)]
+
+    @contextmanager
+    def kept(self, op: Operation) -> Iterator[None]:
+        """One pass, with its parameters in place and its gradients taken."""
+        if self.keeper is None:
+            yield
+            return
+        self.keeper.begin_pass(op)
+        yield
+        self.keeper.end_pass(op)
 
     def start_exchange(self, step: Exchange, micro_batches: Any, passes: Passes) -> None:
         """Post sends and receives at once."""
@@ -137,7 +179,9 @@ class PipelineRunner:
         if op.stage > 0:
             x = self.receive(Message(op.stage - 1, op.stage, op.micro_batch), passes)
             x.requires_grad_(torch.is_grad_enabled())
-        output, result = passes.stages[op.stage](x, batch)
+        with self.observe(op):
+            run = passes.stages[op.stage] if passes.graphs is None else partial(passes.graphs.forward, op)
+            output, result = run(x, batch)
         if op.stage == self.num_stages - 1:
             passes.results[op.micro_batch] = result
         passes.inputs[key], passes.outputs[key] = x, output
@@ -149,9 +193,19 @@ class PipelineRunner:
         gradient = None
         if op.stage < self.num_stages - 1:
             gradient = self.receive(Message(op.stage + 1, op.stage, op.micro_batch), passes)
-        if op.kind == INPUT:
-            self.deferred.begin(key)
-        if output.requires_grad:  # not so before the first trainable parameter
-            torch.autograd.backward(output, gradient)
+        with self.observe(op):
+            if passes.graphs is not None:
+                passes.gradients[key] = passes.graphs.backward(op, gradient)
+                return
+            if op.kind == INPUT:
+                self.deferred.begin(key)
+            if output.requires_grad:  # not so before the first trainable parameter
+                torch.autograd.backward(output, gradient)
         if x is not None:
             passes.gradients[key] = x.grad
+
+    def weight(self, op: Operation, passes: Passes) -> None:
+        if passes.graphs is not None:
+            passes.graphs.weight(op)
+        else:
+            self.deferred.run((op.stage, op.micro_batch))

@@ -70,6 +70,24 @@ class DeferredGradients:
                 leaves = [weight.view_as(weight) for weight in weights]
             torch.autograd.backward(leaves, products)
 
+    @torch.no_grad()
+    def add_to(self, key: Hashable, buffers: dict[Tensor, Tensor]) -> list[Tensor]:
+        """The same into a buffer for each weight, by the products themselves; no hook fires. Returns the weights."""
+        kept, self.current = self.waiting.pop(key), None
+        for weight, rows, gradients in kept:
+            add_product(buffers[weight], gradients.t(), rows)
+        return [weight for weight, _, _ in kept]
+
+
+def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out += a b; on a GPU a float32 `out` takes 16-bit factors without rounding or a pass between."""
+    if out.dtype == a.dtype:
+        out.addmm_(a, b)
+    elif out.is_cuda and out.dtype == torch.float32:
+        torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, out=out)
+    else:
+        out.add_(torch.mm(a, b).to(out.dtype))
+
 
 def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """a b in `dtype`; on a GPU a float32 result of 16-bit factors is written without rounding or a pass between."""

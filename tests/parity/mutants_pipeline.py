@@ -48,15 +48,15 @@ PIPELINE_MUTANTS = [
         "self.copy.grad = None", "pass", "pp=4",
     ),
     Mutant(
-        "the last micro-batch's weight gradients are missed", f"{RUNNER}.run",
-        "self.deferred.run((step.stage, step.micro_batch))",
-        "step.micro_batch < len(micro_batches) - 1 and self.deferred.run((step.stage, step.micro_batch))",
+        "the last micro-batch's weight gradients are missed", f"{RUNNER}.weight",
+        "self.deferred.run((op.stage, op.micro_batch))",
+        "op.micro_batch < 2 and self.deferred.run((op.stage, op.micro_batch))",
         ZERO_BUBBLE, SGD64, 3,
     ),
     Mutant(
-        "parts' weight gradients of the first micro-batch are missed", f"{RUNNER}.run",
-        "self.deferred.run((step.stage, step.micro_batch))",
-        "step.micro_batch and self.deferred.run((step.stage, step.micro_batch))",
+        "parts' weight gradients of the first micro-batch are missed", f"{RUNNER}.weight",
+        "self.deferred.run((op.stage, op.micro_batch))",
+        "op.micro_batch and self.deferred.run((op.stage, op.micro_batch))",
         "tp=2,pp=2,pp_schedule=zero_bubble", SGD64, 3,
     ),
     Mutant(
