@@ -30,7 +30,7 @@ from alignment.r1_prompt import PromptConfig, encode_prompts, load_prompt_format
 from alignment.rollout import RolloutConfig, build_rollout_engine, close_engine
 from alignment.train_rl_clock import python_call_s
 from configs.errors import UserError, check_choice, check_positive
-from configs.loader import CONFIG_DIR, config_to_yaml, register_schema, run_script
+from configs.loader import CONFIG_DIR, config_to_yaml, run_script, start_script
 from configs.run_dir import RunDir, read_json
 from configs.version import git_commit
 from llm.args import HardwareConfig, ModelConfig
@@ -210,5 +210,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    register_schema(AlignmentEvaluateConfig, "alignment_evaluate")
-    main()
+    start_script(main, AlignmentEvaluateConfig, "alignment_evaluate")

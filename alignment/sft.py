@@ -18,7 +18,7 @@ from alignment.drgrpo_grader import Grader
 from alignment.sft_config import SftConfig
 from alignment.sft_data import load_sft_data, open_sft_data, packing_facts, with_checkpoint, with_steps
 from alignment.sft_evaluate import GenerationEvaluator
-from configs.loader import CONFIG_DIR, register_schema, run_script
+from configs.loader import CONFIG_DIR, run_script, start_script
 from llm.training_loop import run_training
 from llm.training_setup import Task
 
@@ -41,5 +41,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    register_schema(SftConfig, "sft")
-    main()
+    start_script(main, SftConfig, "sft")

@@ -25,7 +25,7 @@ from alignment.train_rl_evaluate import HeldOut, evaluate_held_out
 from alignment.train_rl_output import print_batch, print_finish, print_held_out, print_start
 from alignment.train_rl_record import RlRecord
 from alignment.train_rl_setup import RlRun, set_up
-from configs.loader import CONFIG_DIR, register_schema, run_script
+from configs.loader import CONFIG_DIR, run_script, start_script
 from configs.run_dir import read_json
 from llm.training_signals import StopSignals
 from parallel.collectives import all_gather_json
@@ -153,5 +153,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    register_schema(TrainRlConfig, "train_rl")
-    main()
+    start_script(main, TrainRlConfig, "train_rl")

@@ -17,7 +17,7 @@ from alignment.arithmetic import generator_of
 from alignment.dataset import DatasetConfig, load_problems, problem_record
 from alignment.problem import Problem
 from configs.errors import UserError
-from configs.loader import CONFIG_DIR, register_schema, run_script
+from configs.loader import CONFIG_DIR, run_script, start_script
 from configs.run_dir import write_text_atomic
 
 
@@ -65,5 +65,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    register_schema(HabitConfig, "train_rl_habit")
-    main()
+    start_script(main, HabitConfig, "train_rl_habit")

@@ -32,7 +32,7 @@ from bench_mark.bench_mark_model_variants import (
     workload_of_variant,
 )
 from configs.errors import UserError, check_choice, check_positive
-from configs.loader import CONFIG_DIR, load_config, run_script
+from configs.loader import CONFIG_DIR, load_config, run_script, start_script
 from llm.args import HardwareConfig, ModelConfig
 from llm.cost_model import Workload, predict_workload
 from llm.hardware import Hardware, detect_hardware
@@ -228,4 +228,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start_script(main, BenchmarkConfig, "bench_mark_model")

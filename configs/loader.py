@@ -6,7 +6,8 @@ further. Schemas check their own values in `__post_init__`.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from configs.errors import UserError
+from configs.loader_errors import config_error
 
 CONFIG_DIR = str(Path(__file__).resolve().parent)
 Config = TypeVar("Config")
@@ -35,9 +37,7 @@ def load_config(schema: type[Config], composed: DictConfig | dict[str, Any]) -> 
         merged = OmegaConf.merge(OmegaConf.structured(schema), plain)
         return OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
-        reason = str(error).strip().splitlines()[0]
-        key = getattr(error, "full_key", None)
-        raise UserError(f"config key {key or '(root)'}: {reason}; see configs/ and {schema.__name__}") from error
+        raise config_error(error, schema, []) from error
 
 
 def register_schema(schema: type, config_name: str) -> None:
@@ -51,11 +51,35 @@ def register_schema(schema: type, config_name: str) -> None:
 
 def run_script(body: Callable[[Config], Any], schema: type[Config], composed: DictConfig) -> None:
     """Load the config and run a script's body; a UserError becomes one line on stderr and exit code 2."""
-    try:
+    with exit_on_user_error():
         body(load_config(schema, composed))
+
+
+@contextmanager
+def exit_on_user_error() -> Iterator[None]:
+    """Turn a UserError into one line on stderr and exit code 2; every other exception passes."""
+    try:
+        yield
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def start_script(main: Callable[[DictConfig], None], schema: type[Config], config_name: str) -> None:
+    """Run `main`, a function under @hydra.main, on the command line's overrides, which are composed here.
+
+    Hydra by itself answers a wrong override with a page and exit code 1; here it is one line and exit code 2. Where
+    the command line holds an option (--cfg job, --help, --multirun), Hydra's own main takes over, in its own words:
+    HYDRA_FULL_ERROR=1 and --run show where in a config an error comes from.
+    """
+    register_schema(schema, config_name)
+    overrides = sys.argv[1:]
+    if any(text.startswith("-") for text in overrides):
+        main()
+        return
+    with exit_on_user_error():
+        composed = compose_overrides(schema, config_name, overrides)
+    main(composed)
 
 
 def config_to_yaml(config: Any) -> str:
@@ -63,12 +87,16 @@ def config_to_yaml(config: Any) -> str:
     return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True)
 
 
+def compose_overrides(schema: type, config_name: str, overrides: list[str]) -> DictConfig:
+    """Compose configs/<config_name>.yaml with overrides; UserError for what Hydra refuses."""
+    with initialize_config_dir(version_base="1.3", config_dir=CONFIG_DIR):
+        try:
+            return compose(config_name=config_name, overrides=overrides)
+        except HydraException as error:
+            raise config_error(error, schema, overrides) from error
+
+
 def compose_config(schema: type[Config], config_name: str, overrides: list[str] | None = None) -> Config:
     """Compose configs/<config_name>.yaml with overrides without a command line: for tests, benchmarks, notebooks."""
     register_schema(schema, config_name)
-    with initialize_config_dir(version_base="1.3", config_dir=CONFIG_DIR):
-        try:
-            composed = compose(config_name=config_name, overrides=overrides or [])
-        except HydraException as error:
-            raise UserError(" ".join(str(error).split())) from error
-    return load_config(schema, composed)
+    return load_config(schema, compose_overrides(schema, config_name, overrides or []))

@@ -22,7 +22,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 from rich.table import Table
 
 from configs.errors import UserError
-from configs.loader import CONFIG_DIR, run_script
+from configs.loader import CONFIG_DIR, run_script, start_script
 from configs.run_dir import write_text_atomic
 from data_processing.build_corpus_blocks import BlockStore
 from data_processing.build_corpus_config import (
@@ -220,4 +220,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start_script(main, BuildCorpusConfig, "build_corpus")

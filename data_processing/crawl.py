@@ -20,7 +20,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from configs.errors import UserError, check_choice, check_positive
-from configs.loader import CONFIG_DIR, register_schema, run_script
+from configs.loader import CONFIG_DIR, run_script, start_script
 from configs.run_dir import write_json_atomic
 from data_processing.crawl_address import Resolver, resolve
 from data_processing.crawl_api import ApiContext, ApiSource
@@ -229,5 +229,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    register_schema(CrawlConfig, "crawl")
-    main()
+    start_script(main, CrawlConfig, "crawl")

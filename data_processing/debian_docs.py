@@ -20,7 +20,7 @@ import hydra
 from omegaconf import DictConfig
 
 from configs.errors import UserError
-from configs.loader import CONFIG_DIR, run_script
+from configs.loader import CONFIG_DIR, run_script, start_script
 
 PACKAGES = ("linux-doc", "python3-doc", "postgresql-doc", "python-django-doc", "sqlite3-doc", "debian-handbook")
 PACKAGES += ("debian-reference-en", "cmake-doc", "git-doc", "octave-doc", "dict-gcide", "dict-wn", "anarchism")
@@ -119,4 +119,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start_script(main, DebianDocsConfig, "debian_docs")

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from configs.errors import UserError
-from configs.loader import CONFIG_DIR, run_script
+from configs.loader import CONFIG_DIR, run_script, start_script
 from data_processing.document import read_documents
 from data_processing.text_classifier import ClassifierConfig, train_classifier
 
@@ -61,4 +61,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start_script(main, TrainClassifierConfig, "train_classifier")

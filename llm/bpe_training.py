@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from configs.errors import check_choice
-from configs.loader import CONFIG_DIR, run_script
+from configs.loader import CONFIG_DIR, run_script, start_script
 from data_processing.document import expand_paths, read_documents
 from llm.bpe_tokenizer import Tokenizer
 from llm.bpe_tokenizer_files import END_OF_TEXT
@@ -94,4 +94,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start_script(main, BpeTrainingConfig, "bpe_training")

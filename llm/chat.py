@@ -21,7 +21,7 @@ from rich.style import Style
 from rich.text import Text
 
 from configs.errors import UserError, check_choice, check_positive
-from configs.loader import CONFIG_DIR, register_schema, run_script
+from configs.loader import CONFIG_DIR, run_script, start_script
 from configs.report_samples import printable
 from llm.chat_prompt import ChatPrompt, load_chat_prompt
 from llm.chat_session import MODES, ChatSession
@@ -172,5 +172,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    register_schema(ChatConfig, "chat")
-    main()
+    start_script(main, ChatConfig, "chat")

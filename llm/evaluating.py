@@ -22,7 +22,7 @@ from rich.progress import track
 from rich.table import Table
 
 from configs.errors import UserError, check_choice, check_positive
-from configs.loader import CONFIG_DIR, run_script
+from configs.loader import CONFIG_DIR, run_script, start_script
 from configs.run_dir import write_json_atomic
 from llm.data_loader import ValidationSet, open_sources
 from llm.evaluation import Evaluation, evaluate
@@ -155,4 +155,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start_script(main, EvaluateConfig, "evaluating")

@@ -17,7 +17,7 @@ from rich.progress import track
 from rich.table import Table
 
 from configs.errors import UserError, check_choice, check_positive
-from configs.loader import CONFIG_DIR, run_script
+from configs.loader import CONFIG_DIR, run_script, start_script
 from configs.run_dir import write_json_atomic
 from configs.version import git_commit
 from llm.evaluation_compare import BootstrapConfig, Comparison, compare, pair_units
@@ -105,4 +105,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start_script(main, CompareConfig, "evaluating_compare")

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from configs.errors import UserError, check_positive
-from configs.loader import CONFIG_DIR, run_script
+from configs.loader import CONFIG_DIR, run_script, start_script
 from configs.report_samples import printable
 from configs.run_dir import write_json_atomic
 from llm.evaluation_attention import HeadScores, attention_maps, score_heads
@@ -137,4 +137,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start_script(main, InsideConfig, "evaluating_inside")

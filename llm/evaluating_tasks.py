@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from configs.errors import UserError, check_choice, check_positive, missing_extra
-from configs.loader import CONFIG_DIR, run_script
+from configs.loader import CONFIG_DIR, run_script, start_script
 from configs.run_dir import write_json_atomic
 from configs.version import git_commit
 
@@ -114,4 +114,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start_script(main, TasksConfig, "evaluating_tasks")

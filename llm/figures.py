@@ -8,19 +8,20 @@ says which and why; named in `only`, it is an error. figures.json beside them ho
 where they are from.
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import hydra
 import numpy as np
 import torch
 import yaml
 from matplotlib.figure import Figure
+from omegaconf import DictConfig
 
 from configs.errors import UserError, check_choice
-from configs.loader import CONFIG_DIR, compose_config, load_config
+from configs.loader import CONFIG_DIR, load_config, run_script, start_script
 from configs.run_dir import read_json, write_json_atomic
 from configs.version import git_commit
 from llm.args import ModelConfig
@@ -173,14 +174,10 @@ def draw_all(config: FiguresConfig) -> dict[str, str]:
     return left_out
 
 
-def main() -> None:
-    """Compose the config here and not by @hydra.main, inside which the plan's could not be composed."""
-    try:
-        draw_all(compose_config(FiguresConfig, "figures", sys.argv[1:]))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+@hydra.main(version_base="1.3", config_path=CONFIG_DIR, config_name="figures")
+def main(config: DictConfig) -> None:
+    run_script(draw_all, FiguresConfig, config)
 
 
 if __name__ == "__main__":
-    main()
+    start_script(main, FiguresConfig, "figures")

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from rich.progress import Progress
 
 from configs.errors import UserError, check_choice, check_positive
-from configs.loader import CONFIG_DIR, run_script
+from configs.loader import CONFIG_DIR, run_script, start_script
 from configs.report_samples import append_samples, printable
 from llm.bpe_tokenizer import Tokenizer
 from llm.engine import Engine, EngineConfig, RequestParams
@@ -166,4 +166,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start_script(main, GenerateConfig, "generating")

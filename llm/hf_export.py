@@ -14,7 +14,7 @@ import torch
 from omegaconf import DictConfig
 
 from configs.errors import UserError, check_choice, check_positive
-from configs.loader import CONFIG_DIR, run_script
+from configs.loader import CONFIG_DIR, run_script, start_script
 from llm.hf_directory_write import write_directory
 from llm.model_loading import resolve_checkpoint
 
@@ -53,4 +53,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start_script(main, HfExportConfig, "hf_export")

@@ -16,7 +16,7 @@ import torch
 from omegaconf import DictConfig
 
 from configs.errors import UserError, check_choice
-from configs.loader import CONFIG_DIR, run_script
+from configs.loader import CONFIG_DIR, run_script, start_script
 from configs.report_numbers import format_quantity
 from llm.args import ModelConfig
 from llm.hf_checkpoint import write_checkpoint
@@ -78,4 +78,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start_script(main, HfImportConfig, "hf_import")

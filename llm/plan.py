@@ -10,11 +10,12 @@ one rank of all of them, and what they would have sent is held against the predi
 """
 
 import json
-import sys
 from typing import Any
 
-from configs.errors import UserError
-from configs.loader import compose_config
+import hydra
+from omegaconf import DictConfig
+
+from configs.loader import CONFIG_DIR, run_script, start_script
 from llm.plan_config import PlanConfig
 from llm.plan_dry_run import dry_run_traffic
 from llm.plan_layouts import Planner, PlanRow, best_of_each_kind
@@ -52,14 +53,10 @@ def dry_run(planner: Planner, row: PlanRow) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Compose the config here and not by @hydra.main, so that an unknown device ends in one line too."""
-    try:
-        plan(compose_config(PlanConfig, "plan", sys.argv[1:]))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+@hydra.main(version_base="1.3", config_path=CONFIG_DIR, config_name="plan")
+def main(config: DictConfig) -> None:
+    run_script(plan, PlanConfig, config)
 
 
 if __name__ == "__main__":
-    main()
+    start_script(main, PlanConfig, "plan")

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from configs.errors import UserError, check_positive
-from configs.loader import CONFIG_DIR, run_script
+from configs.loader import CONFIG_DIR, run_script, start_script
 from configs.report_numbers import format_quantity
 from configs.run_dir import write_json_atomic
 from configs.version import git_commit
@@ -112,4 +112,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start_script(main, ScalingConfig, "scaling_laws")

@@ -16,7 +16,7 @@ import hydra
 from omegaconf import DictConfig
 
 from configs.errors import UserError, missing_extra
-from configs.loader import CONFIG_DIR, register_schema, run_script
+from configs.loader import CONFIG_DIR, run_script, start_script
 from llm.chat_prompt import load_chat_prompt
 from llm.engine import Engine
 from llm.model_loading import choose_dtype, load_model, resolve_checkpoint
@@ -109,5 +109,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    register_schema(ServeConfig, "serve")
-    main()
+    start_script(main, ServeConfig, "serve")

@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from configs.errors import UserError, check_choice, check_positive
-from configs.loader import CONFIG_DIR, run_script
+from configs.loader import CONFIG_DIR, run_script, start_script
 from data_processing.document import Document, expand_paths, read_documents
 from llm.bpe_tokenizer import Tokenizer
 from llm.bpe_tokenizer_pool import ordered_map
@@ -200,4 +200,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start_script(main, TokenizeCorpusConfig, "tokenize_corpus")

@@ -13,7 +13,7 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig
 
-from configs.loader import CONFIG_DIR, register_schema, run_script
+from configs.loader import CONFIG_DIR, run_script, start_script
 from llm.args import TrainConfig
 from llm.training_loop import run_training
 from llm.training_setup import Task
@@ -30,5 +30,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    register_schema(TrainConfig, "training")
-    main()
+    start_script(main, TrainConfig, "training")

@@ -18,7 +18,7 @@ import torch
 from omegaconf import DictConfig
 
 from configs.errors import UserError, check_choice, check_positive
-from configs.loader import CONFIG_DIR, run_script
+from configs.loader import CONFIG_DIR, run_script, start_script
 from configs.report_numbers import format_quantity
 from llm.args import HardwareConfig, ModelConfig
 from llm.cost_model import Workload, predict_memory
@@ -201,4 +201,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start_script(main, ProbeConfig, "training_probe")

@@ -1,5 +1,6 @@
 """A config is typed: unknown keys, wrong types and missing values fail at start, in one line."""
 
+import runpy
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -7,8 +8,17 @@ from dataclasses import dataclass, field
 import pytest
 
 from configs.errors import UserError
-from configs.loader import load_config
+from configs.loader import compose_config, load_config
+from llm.args import TrainConfig
 from tests.conftest import ROOT
+
+FOLDERS = ("llm", "alignment", "data_processing", "bench_mark")
+SCRIPTS = sorted(
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for folder in FOLDERS
+    for path in (ROOT / folder).glob("*.py")
+    if "@hydra.main(" in path.read_text(encoding="utf-8")
+)
 
 
 @dataclass
@@ -49,8 +59,56 @@ def test_what_does_not_fit_is_one_line(values, words):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("script", ["data_processing.build_corpus", "llm.bpe_training", "llm.generating"])
-def test_each_script_turns_a_mistake_into_an_error_and_a_code(script):
-    done = subprocess.run([sys.executable, "-m", script, "+nonsense=1"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and "nonsense" in done.stderr
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model.num_layerz=3", "model.num_layerz=3: TrainConfig has no such key; did you mean model.num_layers?"),
+        ("lr=3", "did you mean optimizer.lr?"),
+        ("optimiser.lr=3", "did you mean optimizer.lr?"),
+        ("zzzzzz=3", "has no such key; --cfg job prints every key"),
+        ("+foo=1", "TrainConfig has no such key"),
+        ("model.num_layers=abc", "could not be converted to Integer; give model.num_layers a value of type int"),
+        ("checkpoint=3", "checkpoint=3: "),
+        ("model=7x", "there is no configs/model/7x.yaml; did you mean 7b?"),
+        ("experiment=nothing", "the choices are figures,"),
+        ("+model=7b", "model: it has one already; write the choice without a +"),
+        ("dtype=1,2", "Ambiguous value for argument 'dtype=1,2'"),
+        ("micro_batch_size", "'micro_batch_size' is no override; write key=value"),
+        ("a=[1", "'a=\\[1' is no override"),
+        ("~bar", "'bar' does not exist"),
+        ("name=???", "name must be given; add name=..."),
+    ],
+)
+def test_what_hydra_refuses_is_one_line_with_the_nearest_key(override, words):
+    with pytest.raises(UserError, match=words.replace("?", r"\?").replace("+", r"\+")) as caught:
+        compose_config(TrainConfig, "training", ["name=x", override])
+    assert "\n" not in str(caught.value)
+
+
+def run_as_main(script: str) -> None:
+    runpy.run_path(str(ROOT / f"{script.replace('.', '/')}.py"), run_name="__main__")
+
+
+def assert_one_line(code: int, err: str) -> None:
+    assert code == 2 and err.startswith("error: nonsense=1: "), err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_each_script_turns_a_wrong_override_into_one_line_and_exit_code_2(script, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [script, "nonsense=1"])
+    with pytest.raises(SystemExit) as caught:
+        run_as_main(script)
+    assert_one_line(caught.value.code, capsys.readouterr().err)
+
+
+def test_a_process_ends_with_one_line_and_exit_code_2():
+    command = [sys.executable, "-m", "data_processing.build_corpus", "nonsense=1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert_one_line(done.returncode, done.stderr)
+
+
+def test_options_are_left_to_hydra(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["generating", "--cfg", "job", "temperature=0.25"])
+    run_as_main("llm.generating")
+    assert "temperature: 0.25" in capsys.readouterr().out

@@ -244,7 +244,8 @@ def test_a_user_error_is_one_line_and_exit_code_2(overrides, tmp_path):
 def test_an_unknown_key_on_the_command_line_is_refused(overrides):
     process = run_script(overrides, "model.d_modell=64")
     _, err = process.communicate(timeout=60)
-    assert process.returncode != 0 and "d_modell" in err
+    assert process.returncode == 2 and err.count("\n") == 1
+    assert err.startswith("error: model.d_modell=64: ") and "did you mean model.d_model?" in err
 
 
 def test_resume_none_does_not_touch_a_run_that_has_checkpoints(overrides, tmp_path):
