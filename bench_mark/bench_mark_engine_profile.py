@@ -62,6 +62,15 @@ def profile_steps(engine: Engine) -> dict[str, Any]:
     return {"step_us": 1e6 * seconds, "host_cpu_us": 1e6 * host, "kernels_us": busy, "kernels": found}
 
 
+def without_few_rows(engine: Engine) -> Engine:
+    """The engine with steps by the model's own layers in place of kernel/few_rows."""
+    engine.runner.few = None
+    engine.runner.graphs.captured.clear()
+    for _ in range(3):
+        engine.step()
+    return engine
+
+
 def profile_prefill(model: Transformer, count: int, length: int) -> dict[str, Any]:
     """The same of one step that computes `count` prompts of `length` tokens."""
     engine = Engine(model, EngineConfig(max_running=count, max_seq_len=512, prefill_chunk=16384, prefix_sharing=False))
@@ -100,15 +109,19 @@ def sweep_matvec(model: Transformer) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--sweep", action="store_true", help="also time tiles of the batch-1 kernels")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this benchmark needs a CUDA GPU and none was found; run it on one")
     model = build_model("1b", torch.device("cuda"), torch.bfloat16)
-    document: dict[str, Any] = {"sweep": sweep_matvec(model)}
+    document: dict[str, Any] = {}
     for count in (1, 64, 256):
         document[f"decode {count}"] = profile_steps(decoding_engine(model, count))
+        print(f"decode {count}: step {document[f'decode {count}']['step_us']:.0f} us", flush=True)
+    document["decode 64 by the model's layers"] = profile_steps(without_few_rows(decoding_engine(model, 64)))
     for count, length in ((1, 128), (64, 128), (128, 128)):
         document[f"prefill {count}x{length}"] = profile_prefill(model, count, length)
+    document["sweep"] = sweep_matvec(model) if arguments.sweep else []
     for name, row in document.items():
         if name == "sweep":
             continue

@@ -60,9 +60,12 @@ def default_few_rows_config(device: torch.device) -> FewRowsConfig:
     return FewRowsConfig(pdl=device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0))
 
 
-def few_rows_run(width: int, head_dim: int, device: torch.device) -> bool:
-    """Whether the kernels take a model of this d_model and head_dim, on this device."""
-    on_device = device.type == "cuda" or is_interpreted(product_kernel)
+def few_rows_run(width: int, head_dim: int, weight: Tensor) -> bool:
+    """Whether the kernels take a model of this d_model and head_dim, whose weights are like `weight`.
+
+    On a GPU tiles of float32 would not fit, and have no tensor cores to make it worth while.
+    """
+    on_device = (weight.is_cuda and weight.element_size() == 2) or is_interpreted(product_kernel)
     return on_device and width <= MAX_WIDTH and head_dim in HEAD_DIMS
 
 

@@ -76,6 +76,8 @@ class DecodeGraphs:
         def step() -> Any:
             if rows.shape[1] == 1 and runner.single is not None:
                 scores = runner.single.scores(rows, max_len)
+            elif runner.few is not None and runner.few.takes(rows.shape[1], max_len):
+                scores = runner.few.scores(rows)
             else:
                 tokens, decode = runner.decode_inputs(rows, max_len)
                 scores = runner.scores(tokens, decode, None, None)

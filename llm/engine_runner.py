@@ -13,6 +13,7 @@ from torch import Tensor
 
 from llm.engine_cache import KERNEL_HEAD_DIMS, DecodeRows, PagedCache, PromptPieces, StepCache
 from llm.engine_config import EngineConfig
+from llm.engine_few import FewRows, runs_few
 from llm.engine_graphs import DecodeGraphs
 from llm.engine_invariant import InvariantSteps
 from llm.engine_sampling import Sampled, SamplingMode, SlotSettings, penalise_rows, sample_rows, sample_rows_fused
@@ -79,6 +80,7 @@ class EngineRunner:
                 )
             )  # (S, 1, D) each, as llm.engine_cache.turn takes them
         self.single = SingleToken(self) if self.use_kernels and runs_single(model) else None
+        self.few = FewRows(self) if self.use_kernels and runs_few(model) else None
         self.invariant = InvariantSteps(self) if config.batch_invariant else None
         self.graphs = DecodeGraphs(self) if self.uses_graphs and self.invariant is None else None
 

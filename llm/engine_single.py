@@ -23,9 +23,14 @@ def runs_single(model: Transformer) -> bool:
     """Whether every layer is one that the kernels replace."""
     from kernel.matvec import matvec_runs
 
-    config, weight = model.config, model.output.weight
+    config = model.config
     widths = [config.d_model, config.d_ff, config.num_heads * config.head_dim]
-    if config.moe.num_experts or config.qk_norm or not matvec_runs(widths, config.head_dim, weight.device):
+    return matvec_runs(widths, config.head_dim, model.output.weight.device) and has_plain_layers(model)
+
+
+def has_plain_layers(model: Transformer) -> bool:
+    """Whether its blocks are dense, without QK-norm, their projections joined and no product swapped."""
+    if model.config.moe.num_experts or model.config.qk_norm:
         return False
     for block in model.blocks.values():
         attention, ffn = block.attention, block.ffn

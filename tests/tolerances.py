@@ -82,3 +82,6 @@ SCALING_FIT_NOISY = 0.06
 DRGRPO_AGREEMENT = 0.96
 # How often a 95% interval covers, out of 200 trials: three standard errors of that share.
 BOOTSTRAP_COVERAGE = 0.05
+# kernel/few_rows against plain products, of the largest result: float32 sums in another order; in bfloat16 the plain
+# ones round more often (after the product, the activation and the softmax), two units in the last place of 2^-8.
+FEW_ROWS = {"float32": 2e-6, "bfloat16": 2**-7}
