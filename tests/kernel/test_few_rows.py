@@ -1,4 +1,4 @@
-"""kernel/few_rows against plain PyTorch, and an engine that decodes batches by it; in the interpreter where no GPU is."""
+"""kernel/few_rows against plain PyTorch, and an engine that decodes by it; in the interpreter where no GPU is."""
 
 import pytest
 import torch
