@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from llm.parallelize_context_blocks import block_attention, prepare_block
-from parallel.context_parallel_blocks import BlockAttention, Merger, Rows, wide
+from parallel.context_parallel import empty_results
+from parallel.context_parallel_blocks import BlockAttention, Joined, Rows, Sums, wide
 from parallel.context_parallel_layout import Intervals, RingBlock, ring_blocks, sequence_order, zigzag_columns
 
 
@@ -28,26 +29,31 @@ class SimulatedRing:
         """out and lse of each rank, from each rank's q, k and v (B, T/P, heads, D)."""
         results = []
         for rank, blocks in enumerate(self.blocks):
-            merger = Merger()
-            for block, mask in zip(blocks, self.masks[rank], strict=True):
+            out, lse = empty_results(q[rank])
+            for step, (block, mask) in enumerate(zip(blocks, self.masks[rank], strict=True)):
                 keys = k[block.source][:, block.keys], v[block.source][:, block.keys]
-                merger.add(block.queries, *self.attention.forward(q[rank][:, block.queries], *keys, mask))
-            results.append((merger.out.to(q[rank].dtype), merger.lse))
+                joined = Joined(out, lse, step == 0)[block.queries]
+                self.attention.forward(q[rank][:, block.queries], *keys, mask, joined)
+            results.append((out.to(q[rank].dtype), lse))
         return results
 
     def backward(
         self, q: list[Tensor], k: list[Tensor], v: list[Tensor], rows: list[Rows]
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """dq, dk and dv of each rank."""
-        dq, dk, dv = ([torch.zeros_like(x, dtype=wide(x.dtype)) for x in share] for share in (q, k, v))
+        dq, dk, dv = ([torch.empty(x.shape, dtype=wide(x.dtype), device=x.device) for x in part] for part in (q, k, v))
         for rank, blocks in enumerate(self.blocks):
-            for block, mask in zip(blocks, self.masks[rank], strict=True):
+            prepared: dict[int, Any] = {}
+            for step, (block, mask) in enumerate(zip(blocks, self.masks[rank], strict=True)):
                 source, queries = block.source, block.queries
                 keys = k[source][:, block.keys], v[source][:, block.keys]
-                parts = self.attention.backward(q[rank][:, queries], *keys, rows[rank][queries], mask)
-                dq[rank][:, queries] += parts[0]
-                dk[source][:, block.keys] += parts[1]
-                dv[source][:, block.keys] += parts[2]
+                if queries.start not in prepared:
+                    prepared[queries.start] = self.attention.prepare_rows(rows[rank][queries])
+                key_sums = Sums((dk[source][:, block.keys], dv[source][:, block.keys]), rank == 0)
+                self.attention.backward(
+                    q[rank][:, queries], *keys, prepared[queries.start], mask, Sums((dq[rank][:, queries],), step == 0),
+                    lambda sums=key_sums: sums,
+                )  # fmt: skip
         return tuple([x.to(q[0].dtype) for x in sums] for sums in (dq, dk, dv))
 
     def cut(self, x: Tensor) -> list[Tensor]:

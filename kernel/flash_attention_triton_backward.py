@@ -4,6 +4,7 @@ With P = exp(S - lse) and the gradients dO of out and dL of lse:  dV = P^T dO,  
 dK = scale dS^T Q,  dQ = scale dS K,  delta = rowsum(dO * O) - dL  (Dao, arXiv:2307.08691, with the term of lse added).
 The key kernel loops over the query heads of its group, so K and V are never repeated and no sum over heads is left.
 `FUSED` adds each tile's dQ to a float32 buffer (five matmuls instead of seven, but the order of the sums varies).
+`SUMS` == 2 adds a tile's dK and dV, or the query kernel's dQ, to what earlier calls left there.
 """
 
 import triton
@@ -98,7 +99,7 @@ def key_kernel(
     stride_dq_b, stride_dq_t, stride_dq_h, stride_dk_b, stride_dk_t, stride_dk_h, stride_bounds_b,
     T, T_PADDED, S, H, D, q_offset, qk_scale, scale, softcap,
     GROUP: tl.constexpr, BOUNDS: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     # Which keys, and which queries see them.
     num_kv_heads = H // GROUP
@@ -156,7 +157,11 @@ def key_kernel(
     offsets = batch.to(tl.int64) * stride_dk_b + kv_head.to(tl.int64) * stride_dk_h
     offsets += keys.to(tl.int64)[:, None] * stride_dk_t + dims[None, :]
     mask = (keys < S)[:, None] & (dims < D)[None, :]
-    tl.store(dk_ptr + offsets, (dk * scale).to(dk_ptr.dtype.element_ty), mask=mask)
+    dk = dk * scale
+    if SUMS == 2:
+        dk += tl.load(dk_ptr + offsets, mask=mask, other=0.0)
+        dv += tl.load(dv_ptr + offsets, mask=mask, other=0.0)
+    tl.store(dk_ptr + offsets, dk.to(dk_ptr.dtype.element_ty), mask=mask)
     tl.store(dv_ptr + offsets, dv.to(dv_ptr.dtype.element_ty), mask=mask)
 
 
@@ -191,7 +196,7 @@ def query_kernel(
     q_desc, k_desc, v_desc, dout_desc, dq_ptr, lse2_ptr, delta_ptr, low_ptr, high_ptr,
     stride_dq_b, stride_dq_t, stride_dq_h, stride_bounds_b, T, T_PADDED, S, H, D, q_offset, qk_scale, scale, softcap,
     GROUP: tl.constexpr, BOUNDS: tl.constexpr, SOFTCAP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """dQ by query tile, the same sums in the same order in every run."""
     batch_head = tl.program_id(0)
@@ -232,4 +237,7 @@ def query_kernel(
     offsets = batch.to(tl.int64) * stride_dq_b + head.to(tl.int64) * stride_dq_h
     offsets += rows.to(tl.int64)[:, None] * stride_dq_t + dims[None, :]
     mask = (rows < T)[:, None] & (dims < D)[None, :]
-    tl.store(dq_ptr + offsets, (dq * scale).to(dq_ptr.dtype.element_ty), mask=mask)
+    dq = dq * scale
+    if SUMS == 2:
+        dq += tl.load(dq_ptr + offsets, mask=mask, other=0.0)
+    tl.store(dq_ptr + offsets, dq.to(dq_ptr.dtype.element_ty), mask=mask)

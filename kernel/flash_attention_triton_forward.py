@@ -4,6 +4,7 @@ Every mask of this project is an interval: query t sees the keys low(t) <= s < h
 of queries has three runs of key tiles: cut by low, seen whole, cut by high; only the first and last compare positions.
 Tiles come through TMA descriptors, which return zeros outside the tensor, so any T, S and head_dim are in bounds.
 Scores are kept in units of log2, so that the exponential is one exp2 and the scale is part of its multiply-add.
+A softmax over keys that come in several calls goes on where it stopped, from out and lse so far (SUMS == 2).
 """
 
 import triton
@@ -66,9 +67,9 @@ def visit_key_tiles(
 @triton.jit
 def forward_kernel(
     q_desc, k_desc, v_desc, out_ptr, lse_ptr, low_ptr, high_ptr,
-    stride_out_b, stride_out_t, stride_out_h, stride_bounds_b, T, S, H, D, q_offset, qk_scale, softcap,
+    stride_out_b, stride_out_t, stride_out_h, stride_lse, stride_bounds_b, T, S, H, D, q_offset, qk_scale, softcap,
     GROUP: tl.constexpr, HEADS_PER_SWIZZLE: tl.constexpr, BOUNDS: tl.constexpr, SOFTCAP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     # Which tile: long ones first, and a few heads at a time, so that their keys and values stay in L2.
     num_tiles = tl.cdiv(T, BLOCK_M)
@@ -94,11 +95,19 @@ def forward_kernel(
     whole_begin = tl.minimum(begin + tl.cdiv(whole_begin - begin, BLOCK_N) * BLOCK_N, end)
     whole_end = tl.maximum(begin + (tl.maximum(whole_end, begin) - begin) // BLOCK_N * BLOCK_N, whole_begin)
 
-    # The three runs.
+    # The three runs, from nothing or from what earlier calls left: out, whose weights sum to 1, and lse.
+    out_ptr += batch.to(tl.int64) * stride_out_b + head.to(tl.int64) * stride_out_h
+    lse_ptr += batch_head.to(tl.int64) * stride_lse
     q = q_desc.load([batch, head, tile_start, 0]).reshape(BLOCK_M, BLOCK_D)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
+    if SUMS == 2:
+        dims = tl.arange(0, BLOCK_D)
+        offsets = rows.to(tl.int64)[:, None] * stride_out_t + dims[None, :]
+        acc = tl.load(out_ptr + offsets, mask=(rows < T)[:, None] & (dims < D)[None, :], other=0.0)
+        row_max = tl.load(lse_ptr + rows, mask=rows < T, other=float("-inf")) * LOG2E
+        row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
     state = (acc, row_max, row_sum)
     if BOUNDS == 2:
         state = visit_key_tiles(
@@ -119,8 +128,7 @@ def forward_kernel(
     empty = row_sum == 0.0
     acc = acc * (1.0 / tl.where(empty, 1.0, row_sum))[:, None]
     lse = tl.where(empty, float("-inf"), (row_max + tl.log2(tl.where(empty, 1.0, row_sum))) / LOG2E)
-    tl.store(lse_ptr + batch_head.to(tl.int64) * T + rows, lse, mask=rows < T)
+    tl.store(lse_ptr + rows, lse, mask=rows < T)
     dims = tl.arange(0, BLOCK_D)
-    out_ptr += batch.to(tl.int64) * stride_out_b + head.to(tl.int64) * stride_out_h
     offsets = rows.to(tl.int64)[:, None] * stride_out_t + dims[None, :]
     tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=(rows < T)[:, None] & (dims < D)[None, :])

@@ -4,7 +4,8 @@ A block of threads holds one producer warp and two or three consumer warpgroups,
 producer keeps a ring of K and V tiles full through TMA; a consumer runs S = Q K^T of the next tile and P V of the last
 on the tensor cores together, and takes the softmax of the next while P V still runs. A warpgroup hands tiles that none
 of its rows sees back unread. Blocks are persistent: the producer draws the next work item from a counter and loads its
-tiles while the consumers finish the last. The maths is that of forward_kernel.
+tiles while the consumers finish the last. The maths is that of forward_kernel. With SUMS, out is float32 and goes past
+shared memory, from registers: begun (1), or first read back with lse and gone on from (2), behind the first products.
 """
 
 from triton.experimental import gluon
@@ -185,9 +186,10 @@ def release_before(q_empty, turn, PART: gl.constexpr, CONSUMERS: gl.constexpr):
 @gluon.jit
 def consume(
     out_desc, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    item_slots, item_full, item_empty, lse_ptr, low_ptr, high_ptr, stride_bounds_b, T, S, H, num_heads, q_offset,
-    qk_scale, PART: gl.constexpr, HEADS_PER_SWIZZLE: gl.constexpr, BOUNDS: gl.constexpr, CONSUMERS: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+    item_slots, item_full, item_empty, out_ptr, stride_out_b, stride_out_t, stride_out_h, lse_ptr, stride_lse,
+    low_ptr, high_ptr, stride_bounds_b, T, S, H, D, num_heads, q_offset, qk_scale,
+    PART: gl.constexpr, HEADS_PER_SWIZZLE: gl.constexpr, BOUNDS: gl.constexpr, CONSUMERS: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
     """One consumer warpgroup: 64 rows of each work item."""
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
@@ -222,6 +224,12 @@ def consume(
         acc = gl.zeros([ROWS, BLOCK_D], gl.float32, O_LAYOUT)
         row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW_LAYOUT)
         row_sum = gl.zeros([ROWS], gl.float32, ROW_LAYOUT)
+        out_rows = out_ptr + batch.to(gl.int64) * stride_out_b + head.to(gl.int64) * stride_out_h
+        lse_rows = lse_ptr + (batch * H + head).to(gl.int64) * stride_lse
+        if SUMS == 2:
+            acc = load_sums(out_rows, stride_out_t, row0, T, D, BLOCK_D, O_LAYOUT)
+            row_max = gl.load(lse_rows + rows, mask=rows < T, other=float("-inf")) * LOG2E
+            row_sum = gl.where(row_max == float("-inf"), 0.0, 1.0)
         mbarrier.wait(q_full.index(place), (turn // 2) & 1)
         step = skip_tiles(step, start, k_full, k_empty, v_full, v_empty, STAGES)
         if start < stop:
@@ -232,9 +240,10 @@ def consume(
             scores = warpgroup_mma_wait(0, deps=[scores])
             mbarrier.arrive(k_empty.index(slot), count=1)
             key = begin + (count - 1 - start) * BLOCK_N
-            p, _alpha, row_max, row_sum = fold_scores(
-                scores, row_max, row_sum, key, low, high, qk_scale, True, S_LAYOUT
-            )
+            p, alpha, row_max, row_sum = fold_scores(scores, row_max, row_sum, key, low, high, qk_scale, True, S_LAYOUT)
+            if SUMS == 2:
+                alpha = gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)
+                acc = acc * alpha[:, None]
             p16 = gl.convert_layout(p.to(k_tiles.dtype), P_LAYOUT, assert_trivial=True)
             step += 1
             release_before(q_empty, turn, PART, CONSUMERS)
@@ -259,32 +268,55 @@ def consume(
         else:
             release_before(q_empty, turn, PART, CONSUMERS)
         step = skip_tiles(step, count - stop, k_full, k_empty, v_full, v_empty, STAGES)
-        finish_tile(acc, row_max, row_sum, out_desc, q_tile, lse_ptr, batch, head, row0, rows, T, H, O_LAYOUT)
+        acc, lse = divide_by_sums(acc, row_max, row_sum, O_LAYOUT)
+        gl.store(lse_rows + rows, lse, mask=rows < T)
+        if SUMS == 0:  # through Q's tile and TMA, which clips at T
+            q_tile.store(acc.to(out_desc.dtype))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(out_desc, [batch, head, row0, 0], q_tile)
+        else:
+            store_sums(out_rows, stride_out_t, row0, T, D, acc, O_LAYOUT)
         turn += 1
         item = take_item(item_slots, item_full, item_empty, turn)
     tma.store_wait(0)
 
 
 @gluon.jit
-def finish_tile(acc, row_max, row_sum, out_desc, q_tile, lse_ptr, batch, head, row0, rows, T, H,
-                O_LAYOUT: gl.constexpr):  # fmt: skip
-    """Divide by the sum and store out (through Q's tile and TMA, which clips at T) and lse."""
+def divide_by_sums(acc, row_max, row_sum, O_LAYOUT: gl.constexpr):
+    """out and lse of rows; 0 and -inf where no key was seen."""
     empty = row_sum == 0.0
     inverse = gl.convert_layout(1.0 / gl.where(empty, 1.0, row_sum), gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)
-    out = (acc * inverse[:, None]).to(out_desc.dtype)
     lse = gl.where(empty, float("-inf"), (row_max + gl.log2(gl.where(empty, 1.0, row_sum))) / LOG2E)
-    q_tile.store(out)
-    fence_async_shared()
-    tma.async_copy_shared_to_global(out_desc, [batch, head, row0, 0], q_tile)
-    gl.store(lse_ptr + (batch * H + head).to(gl.int64) * T + rows, lse, mask=rows < T)
+    return acc * inverse[:, None], lse
+
+
+@gluon.jit
+def sum_places(ptr, stride_t, row0, T, D, BLOCK_D: gl.constexpr, LAYOUT: gl.constexpr):
+    """Where 64 rows of float32 sums of one head lie, and which of them exist."""
+    rows = row0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    dims = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, LAYOUT))
+    places = ptr + rows.to(gl.int64)[:, None] * stride_t + dims[None, :]
+    return places, (rows < T)[:, None] & (dims < D)[None, :]
+
+
+@gluon.jit
+def load_sums(ptr, stride_t, row0, T, D, BLOCK_D: gl.constexpr, LAYOUT: gl.constexpr):
+    places, inside = sum_places(ptr, stride_t, row0, T, D, BLOCK_D, LAYOUT)
+    return gl.load(places, mask=inside, other=0.0)
+
+
+@gluon.jit
+def store_sums(ptr, stride_t, row0, T, D, sums, LAYOUT: gl.constexpr):
+    places, inside = sum_places(ptr, stride_t, row0, T, D, sums.shape[1], LAYOUT)
+    gl.store(places, sums, mask=inside)
 
 
 @gluon.jit
 def forward_kernel_hopper(
-    q_desc, k_desc, v_desc, out_desc, counter_ptr, lse_ptr, low_ptr, high_ptr, stride_bounds_b,
-    T, S, H, num_heads, q_offset, qk_scale,
+    q_desc, k_desc, v_desc, out_desc, counter_ptr, out_ptr, stride_out_b, stride_out_t, stride_out_h,
+    lse_ptr, stride_lse, low_ptr, high_ptr, stride_bounds_b, T, S, H, D, num_heads, q_offset, qk_scale,
     GROUP: gl.constexpr, HEADS_PER_SWIZZLE: gl.constexpr, BOUNDS: gl.constexpr, CONSUMERS: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
     # Shared memory: Q (later out) twice a consumer, K and V in rings; a barrier for "full" and one for "empty" each.
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_D], q_desc.dtype)
@@ -318,12 +350,14 @@ def forward_kernel_hopper(
         gl.warp_specialize([
             (consume, (
             out_desc, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, item_slots,
-            item_full, item_empty, lse_ptr, low_ptr, high_ptr, stride_bounds_b, T, S, H, num_heads, q_offset, qk_scale,
-            0, HEADS_PER_SWIZZLE, BOUNDS, CONSUMERS, BLOCK_N, BLOCK_D, STAGES)),
+            item_full, item_empty, out_ptr, stride_out_b, stride_out_t, stride_out_h, lse_ptr, stride_lse,
+            low_ptr, high_ptr, stride_bounds_b, T, S, H, D, num_heads, q_offset, qk_scale,
+            0, HEADS_PER_SWIZZLE, BOUNDS, CONSUMERS, BLOCK_N, BLOCK_D, STAGES, SUMS)),
             (consume, (
             out_desc, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, item_slots,
-            item_full, item_empty, lse_ptr, low_ptr, high_ptr, stride_bounds_b, T, S, H, num_heads, q_offset, qk_scale,
-            1, HEADS_PER_SWIZZLE, BOUNDS, CONSUMERS, BLOCK_N, BLOCK_D, STAGES)),
+            item_full, item_empty, out_ptr, stride_out_b, stride_out_t, stride_out_h, lse_ptr, stride_lse,
+            low_ptr, high_ptr, stride_bounds_b, T, S, H, D, num_heads, q_offset, qk_scale,
+            1, HEADS_PER_SWIZZLE, BOUNDS, CONSUMERS, BLOCK_N, BLOCK_D, STAGES, SUMS)),
             (produce, (
             q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty,
             item_slots, item_full, item_empty, counter_ptr, low_ptr, high_ptr, stride_bounds_b, T, S, H, num_heads,
@@ -334,16 +368,19 @@ def forward_kernel_hopper(
         gl.warp_specialize([
             (consume, (
             out_desc, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, item_slots,
-            item_full, item_empty, lse_ptr, low_ptr, high_ptr, stride_bounds_b, T, S, H, num_heads, q_offset, qk_scale,
-            0, HEADS_PER_SWIZZLE, BOUNDS, CONSUMERS, BLOCK_N, BLOCK_D, STAGES)),
+            item_full, item_empty, out_ptr, stride_out_b, stride_out_t, stride_out_h, lse_ptr, stride_lse,
+            low_ptr, high_ptr, stride_bounds_b, T, S, H, D, num_heads, q_offset, qk_scale,
+            0, HEADS_PER_SWIZZLE, BOUNDS, CONSUMERS, BLOCK_N, BLOCK_D, STAGES, SUMS)),
             (consume, (
             out_desc, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, item_slots,
-            item_full, item_empty, lse_ptr, low_ptr, high_ptr, stride_bounds_b, T, S, H, num_heads, q_offset, qk_scale,
-            1, HEADS_PER_SWIZZLE, BOUNDS, CONSUMERS, BLOCK_N, BLOCK_D, STAGES)),
+            item_full, item_empty, out_ptr, stride_out_b, stride_out_t, stride_out_h, lse_ptr, stride_lse,
+            low_ptr, high_ptr, stride_bounds_b, T, S, H, D, num_heads, q_offset, qk_scale,
+            1, HEADS_PER_SWIZZLE, BOUNDS, CONSUMERS, BLOCK_N, BLOCK_D, STAGES, SUMS)),
             (consume, (
             out_desc, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, item_slots,
-            item_full, item_empty, lse_ptr, low_ptr, high_ptr, stride_bounds_b, T, S, H, num_heads, q_offset, qk_scale,
-            2, HEADS_PER_SWIZZLE, BOUNDS, CONSUMERS, BLOCK_N, BLOCK_D, STAGES)),
+            item_full, item_empty, out_ptr, stride_out_b, stride_out_t, stride_out_h, lse_ptr, stride_lse,
+            low_ptr, high_ptr, stride_bounds_b, T, S, H, D, num_heads, q_offset, qk_scale,
+            2, HEADS_PER_SWIZZLE, BOUNDS, CONSUMERS, BLOCK_N, BLOCK_D, STAGES, SUMS)),
             (produce, (
             q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty,
             item_slots, item_full, item_empty, counter_ptr, low_ptr, high_ptr, stride_bounds_b, T, S, H, num_heads,

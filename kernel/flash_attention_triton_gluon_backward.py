@@ -6,7 +6,8 @@ queries in `query_kernel_hopper`. Tiles that none of its rows sees it hands back
 tile and no sum is atomic, so every run gives the same bits. One warpgroup's exponentials run beside the other's
 products; a product left in flight over the end of a loop makes ptxas (CUDA 12.8) serialise all of them (C7512).
 The maths is that of flash_attention_triton_backward; after FlashAttention-3 (arXiv:2407.08608), which adds dQ up
-atomically in one kernel: five products instead of our seven.
+atomically in one kernel: five products instead of our seven. With SUMS, gradients are float32 and go past shared
+memory, from registers: begun (1), or added to what is there (2).
 """
 
 from triton.experimental import gluon
@@ -19,7 +20,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernel.flash_attention_triton_gluon import ROWS, find_interval, find_tile, key_tiles, skip_tiles
+from kernel.flash_attention_triton_gluon import (
+    ROWS,
+    find_interval,
+    find_tile,
+    key_tiles,
+    load_sums,
+    skip_tiles,
+    store_sums,
+)
 
 
 @gluon.jit
@@ -136,9 +145,10 @@ def visit_queries(
 @gluon.jit
 def consume_queries(
     dk_desc, dv_desc, k_tiles, v_tiles, q_tiles, dout_tiles, lse_rows, delta_rows, kv_full, q_full, q_empty, dout_full,
-    dout_empty, first_ptr, last_ptr, stride_bounds_b, T, S, K, num_kv_heads, q_offset, qk_scale, scale,
+    dout_empty, dk_ptr, dv_ptr, stride_dk_b, stride_dk_t, stride_dk_h, first_ptr, last_ptr, stride_bounds_b,
+    T, S, K, D, num_kv_heads, q_offset, qk_scale, scale,
     PART: gl.constexpr, GROUP: gl.constexpr, HEADS_PER_SWIZZLE: gl.constexpr, BOUNDS: gl.constexpr,
-    CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
     """One consumer warpgroup of the key kernel: dK and dV of 64 keys."""
     BLOCK_N: gl.constexpr = CONSUMERS * ROWS
@@ -191,20 +201,34 @@ def consume_queries(
                 True, STAGES, BLOCK_M, S_LAYOUT, P_LAYOUT,
             )  # fmt: skip
         step = skip_tiles(step, (end - stop) // BLOCK_M, q_full, q_empty, dout_full, dout_empty, STAGES)
-    k_tile.store((dk * scale).to(k_tiles.dtype))  # K and V of these rows are read by nobody else
-    v_tile.store(dv.to(k_tiles.dtype))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(dk_desc, [batch, kv_head, row0, 0], k_tile)
-    tma.async_copy_shared_to_global(dv_desc, [batch, kv_head, row0, 0], v_tile)
-    tma.store_wait(0)
+    dk = dk * scale
+    if SUMS == 0:
+        k_tile.store(dk.to(k_tiles.dtype))  # K and V of these rows are read by nobody else
+        v_tile.store(dv.to(k_tiles.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(dk_desc, [batch, kv_head, row0, 0], k_tile)
+        tma.async_copy_shared_to_global(dv_desc, [batch, kv_head, row0, 0], v_tile)
+        tma.store_wait(0)
+    else:
+        base = batch.to(gl.int64) * stride_dk_b + kv_head.to(gl.int64) * stride_dk_h
+        add_sums(dk_ptr + base, stride_dk_t, row0, S, D, dk, BLOCK_D, D_LAYOUT, SUMS)
+        add_sums(dv_ptr + base, stride_dk_t, row0, S, D, dv, BLOCK_D, D_LAYOUT, SUMS)
+
+
+@gluon.jit
+def add_sums(ptr, stride_t, row0, T, D, part, BLOCK_D: gl.constexpr, LAYOUT: gl.constexpr, SUMS: gl.constexpr):
+    """64 rows of float32 sums: `part` alone, or added to what is there."""
+    if SUMS == 2:
+        part += load_sums(ptr, stride_t, row0, T, D, BLOCK_D, LAYOUT)
+    store_sums(ptr, stride_t, row0, T, D, part, LAYOUT)
 
 
 @gluon.jit
 def key_kernel_hopper(
-    q_desc, k_desc, v_desc, dout_desc, rows_desc, dk_desc, dv_desc, first_ptr, last_ptr, stride_bounds_b,
-    T, S, K, num_kv_heads, q_offset, qk_scale, scale,
+    q_desc, k_desc, v_desc, dout_desc, rows_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk_b, stride_dk_t,
+    stride_dk_h, first_ptr, last_ptr, stride_bounds_b, T, S, K, D, num_kv_heads, q_offset, qk_scale, scale,
     GROUP: gl.constexpr, HEADS_PER_SWIZZLE: gl.constexpr, BOUNDS: gl.constexpr, CONSUMERS: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
     # Shared memory: K and V once a consumer, Q and dO with their row vectors in rings.
     KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_D], q_desc.dtype)
@@ -234,12 +258,14 @@ def key_kernel_hopper(
         gl.warp_specialize([
             (consume_queries, (
             dk_desc, dv_desc, k_tiles, v_tiles, q_tiles, dout_tiles, lse_rows, delta_rows, kv_full, q_full, q_empty,
-            dout_full, dout_empty, first_ptr, last_ptr, stride_bounds_b, T, S, K, num_kv_heads, q_offset, qk_scale,
-            scale, 0, GROUP, HEADS_PER_SWIZZLE, BOUNDS, CONSUMERS, BLOCK_M, BLOCK_D, STAGES)),
+            dout_full, dout_empty, dk_ptr, dv_ptr, stride_dk_b, stride_dk_t, stride_dk_h, first_ptr, last_ptr,
+            stride_bounds_b, T, S, K, D, num_kv_heads, q_offset, qk_scale, scale,
+            0, GROUP, HEADS_PER_SWIZZLE, BOUNDS, CONSUMERS, BLOCK_M, BLOCK_D, STAGES, SUMS)),
             (consume_queries, (
             dk_desc, dv_desc, k_tiles, v_tiles, q_tiles, dout_tiles, lse_rows, delta_rows, kv_full, q_full, q_empty,
-            dout_full, dout_empty, first_ptr, last_ptr, stride_bounds_b, T, S, K, num_kv_heads, q_offset, qk_scale,
-            scale, 1, GROUP, HEADS_PER_SWIZZLE, BOUNDS, CONSUMERS, BLOCK_M, BLOCK_D, STAGES)),
+            dout_full, dout_empty, dk_ptr, dv_ptr, stride_dk_b, stride_dk_t, stride_dk_h, first_ptr, last_ptr,
+            stride_bounds_b, T, S, K, D, num_kv_heads, q_offset, qk_scale, scale,
+            1, GROUP, HEADS_PER_SWIZZLE, BOUNDS, CONSUMERS, BLOCK_M, BLOCK_D, STAGES, SUMS)),
             (produce_queries, (
             q_desc, k_desc, v_desc, dout_desc, rows_desc, k_tiles, v_tiles, q_tiles, dout_tiles, lse_rows, delta_rows,
             kv_full, q_full, q_empty, dout_full, dout_empty, first_ptr, last_ptr, stride_bounds_b, T, S, K,
@@ -249,16 +275,19 @@ def key_kernel_hopper(
         gl.warp_specialize([
             (consume_queries, (
             dk_desc, dv_desc, k_tiles, v_tiles, q_tiles, dout_tiles, lse_rows, delta_rows, kv_full, q_full, q_empty,
-            dout_full, dout_empty, first_ptr, last_ptr, stride_bounds_b, T, S, K, num_kv_heads, q_offset, qk_scale,
-            scale, 0, GROUP, HEADS_PER_SWIZZLE, BOUNDS, CONSUMERS, BLOCK_M, BLOCK_D, STAGES)),
+            dout_full, dout_empty, dk_ptr, dv_ptr, stride_dk_b, stride_dk_t, stride_dk_h, first_ptr, last_ptr,
+            stride_bounds_b, T, S, K, D, num_kv_heads, q_offset, qk_scale, scale,
+            0, GROUP, HEADS_PER_SWIZZLE, BOUNDS, CONSUMERS, BLOCK_M, BLOCK_D, STAGES, SUMS)),
             (consume_queries, (
             dk_desc, dv_desc, k_tiles, v_tiles, q_tiles, dout_tiles, lse_rows, delta_rows, kv_full, q_full, q_empty,
-            dout_full, dout_empty, first_ptr, last_ptr, stride_bounds_b, T, S, K, num_kv_heads, q_offset, qk_scale,
-            scale, 1, GROUP, HEADS_PER_SWIZZLE, BOUNDS, CONSUMERS, BLOCK_M, BLOCK_D, STAGES)),
+            dout_full, dout_empty, dk_ptr, dv_ptr, stride_dk_b, stride_dk_t, stride_dk_h, first_ptr, last_ptr,
+            stride_bounds_b, T, S, K, D, num_kv_heads, q_offset, qk_scale, scale,
+            1, GROUP, HEADS_PER_SWIZZLE, BOUNDS, CONSUMERS, BLOCK_M, BLOCK_D, STAGES, SUMS)),
             (consume_queries, (
             dk_desc, dv_desc, k_tiles, v_tiles, q_tiles, dout_tiles, lse_rows, delta_rows, kv_full, q_full, q_empty,
-            dout_full, dout_empty, first_ptr, last_ptr, stride_bounds_b, T, S, K, num_kv_heads, q_offset, qk_scale,
-            scale, 2, GROUP, HEADS_PER_SWIZZLE, BOUNDS, CONSUMERS, BLOCK_M, BLOCK_D, STAGES)),
+            dout_full, dout_empty, dk_ptr, dv_ptr, stride_dk_b, stride_dk_t, stride_dk_h, first_ptr, last_ptr,
+            stride_bounds_b, T, S, K, D, num_kv_heads, q_offset, qk_scale, scale,
+            2, GROUP, HEADS_PER_SWIZZLE, BOUNDS, CONSUMERS, BLOCK_M, BLOCK_D, STAGES, SUMS)),
             (produce_queries, (
             q_desc, k_desc, v_desc, dout_desc, rows_desc, k_tiles, v_tiles, q_tiles, dout_tiles, lse_rows, delta_rows,
             kv_full, q_full, q_empty, dout_full, dout_empty, first_ptr, last_ptr, stride_bounds_b, T, S, K,
@@ -329,10 +358,10 @@ def visit_keys(
 
 @gluon.jit
 def consume_keys(
-    dq_desc, q_tiles, dout_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty, lse2_ptr, delta_ptr,
-    low_ptr, high_ptr, stride_bounds_b, T, T_PADDED, S, H, num_heads, q_offset, qk_scale, scale,
-    PART: gl.constexpr, HEADS_PER_SWIZZLE: gl.constexpr, BOUNDS: gl.constexpr, CONSUMERS: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+    dq_desc, q_tiles, dout_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty, dq_ptr, stride_dq_b,
+    stride_dq_t, stride_dq_h, lse2_ptr, delta_ptr, low_ptr, high_ptr, stride_bounds_b, T, T_PADDED, S, H, D, num_heads,
+    q_offset, qk_scale, scale, PART: gl.constexpr, HEADS_PER_SWIZZLE: gl.constexpr, BOUNDS: gl.constexpr,
+    CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
     """One consumer warpgroup of the query kernel: dQ of 64 queries."""
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
@@ -379,18 +408,23 @@ def consume_keys(
         begin, low, high, lse2, delta, qk_scale, True, STAGES, BLOCK_N, S_LAYOUT, P_LAYOUT,
     )  # fmt: skip
     skip_tiles(step, count - stop, k_full, k_empty, v_full, v_empty, STAGES)
-    q_tile.store((dq * scale).to(q_tiles.dtype))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(dq_desc, [batch, head, row0, 0], q_tile)
-    tma.store_wait(0)
+    dq = dq * scale
+    if SUMS == 0:
+        q_tile.store(dq.to(q_tiles.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(dq_desc, [batch, head, row0, 0], q_tile)
+        tma.store_wait(0)
+    else:
+        base = batch.to(gl.int64) * stride_dq_b + head.to(gl.int64) * stride_dq_h
+        add_sums(dq_ptr + base, stride_dq_t, row0, T, D, dq, BLOCK_D, D_LAYOUT, SUMS)
 
 
 @gluon.jit
 def query_kernel_hopper(
-    q_desc, k_desc, v_desc, dout_desc, dq_desc, lse2_ptr, delta_ptr, low_ptr, high_ptr, stride_bounds_b,
-    T, T_PADDED, S, H, num_heads, q_offset, qk_scale, scale,
+    q_desc, k_desc, v_desc, dout_desc, dq_desc, dq_ptr, stride_dq_b, stride_dq_t, stride_dq_h, lse2_ptr, delta_ptr,
+    low_ptr, high_ptr, stride_bounds_b, T, T_PADDED, S, H, D, num_heads, q_offset, qk_scale, scale,
     GROUP: gl.constexpr, HEADS_PER_SWIZZLE: gl.constexpr, BOUNDS: gl.constexpr, CONSUMERS: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
     # Shared memory: Q and dO once a consumer, K and V in rings.
     QUERIES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_D], q_desc.dtype)
@@ -416,13 +450,15 @@ def query_kernel_hopper(
     if CONSUMERS == 2:
         gl.warp_specialize([
             (consume_keys, (
-            dq_desc, q_tiles, dout_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty, lse2_ptr,
-            delta_ptr, low_ptr, high_ptr, stride_bounds_b, T, T_PADDED, S, H, num_heads, q_offset, qk_scale, scale,
-            0, HEADS_PER_SWIZZLE, BOUNDS, CONSUMERS, BLOCK_N, BLOCK_D, STAGES)),
+            dq_desc, q_tiles, dout_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty, dq_ptr,
+            stride_dq_b, stride_dq_t, stride_dq_h, lse2_ptr, delta_ptr, low_ptr, high_ptr, stride_bounds_b,
+            T, T_PADDED, S, H, D, num_heads, q_offset, qk_scale, scale,
+            0, HEADS_PER_SWIZZLE, BOUNDS, CONSUMERS, BLOCK_N, BLOCK_D, STAGES, SUMS)),
             (consume_keys, (
-            dq_desc, q_tiles, dout_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty, lse2_ptr,
-            delta_ptr, low_ptr, high_ptr, stride_bounds_b, T, T_PADDED, S, H, num_heads, q_offset, qk_scale, scale,
-            1, HEADS_PER_SWIZZLE, BOUNDS, CONSUMERS, BLOCK_N, BLOCK_D, STAGES)),
+            dq_desc, q_tiles, dout_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty, dq_ptr,
+            stride_dq_b, stride_dq_t, stride_dq_h, lse2_ptr, delta_ptr, low_ptr, high_ptr, stride_bounds_b,
+            T, T_PADDED, S, H, D, num_heads, q_offset, qk_scale, scale,
+            1, HEADS_PER_SWIZZLE, BOUNDS, CONSUMERS, BLOCK_N, BLOCK_D, STAGES, SUMS)),
             (produce_keys, (
             q_desc, k_desc, v_desc, dout_desc, q_tiles, dout_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full,
             v_empty, low_ptr, high_ptr, stride_bounds_b, T, S, H, num_heads, q_offset,
@@ -431,17 +467,20 @@ def query_kernel_hopper(
     else:
         gl.warp_specialize([
             (consume_keys, (
-            dq_desc, q_tiles, dout_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty, lse2_ptr,
-            delta_ptr, low_ptr, high_ptr, stride_bounds_b, T, T_PADDED, S, H, num_heads, q_offset, qk_scale, scale,
-            0, HEADS_PER_SWIZZLE, BOUNDS, CONSUMERS, BLOCK_N, BLOCK_D, STAGES)),
+            dq_desc, q_tiles, dout_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty, dq_ptr,
+            stride_dq_b, stride_dq_t, stride_dq_h, lse2_ptr, delta_ptr, low_ptr, high_ptr, stride_bounds_b,
+            T, T_PADDED, S, H, D, num_heads, q_offset, qk_scale, scale,
+            0, HEADS_PER_SWIZZLE, BOUNDS, CONSUMERS, BLOCK_N, BLOCK_D, STAGES, SUMS)),
             (consume_keys, (
-            dq_desc, q_tiles, dout_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty, lse2_ptr,
-            delta_ptr, low_ptr, high_ptr, stride_bounds_b, T, T_PADDED, S, H, num_heads, q_offset, qk_scale, scale,
-            1, HEADS_PER_SWIZZLE, BOUNDS, CONSUMERS, BLOCK_N, BLOCK_D, STAGES)),
+            dq_desc, q_tiles, dout_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty, dq_ptr,
+            stride_dq_b, stride_dq_t, stride_dq_h, lse2_ptr, delta_ptr, low_ptr, high_ptr, stride_bounds_b,
+            T, T_PADDED, S, H, D, num_heads, q_offset, qk_scale, scale,
+            1, HEADS_PER_SWIZZLE, BOUNDS, CONSUMERS, BLOCK_N, BLOCK_D, STAGES, SUMS)),
             (consume_keys, (
-            dq_desc, q_tiles, dout_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty, lse2_ptr,
-            delta_ptr, low_ptr, high_ptr, stride_bounds_b, T, T_PADDED, S, H, num_heads, q_offset, qk_scale, scale,
-            2, HEADS_PER_SWIZZLE, BOUNDS, CONSUMERS, BLOCK_N, BLOCK_D, STAGES)),
+            dq_desc, q_tiles, dout_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty, dq_ptr,
+            stride_dq_b, stride_dq_t, stride_dq_h, lse2_ptr, delta_ptr, low_ptr, high_ptr, stride_bounds_b,
+            T, T_PADDED, S, H, D, num_heads, q_offset, qk_scale, scale,
+            2, HEADS_PER_SWIZZLE, BOUNDS, CONSUMERS, BLOCK_N, BLOCK_D, STAGES, SUMS)),
             (produce_keys, (
             q_desc, k_desc, v_desc, dout_desc, q_tiles, dout_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full,
             v_empty, low_ptr, high_ptr, stride_bounds_b, T, S, H, num_heads, q_offset,

@@ -42,6 +42,8 @@ class Attention:
     """One call: tensors of the mask (none, or the four of KeyRanges), its kind, offset, scale, softcap, mode.
 
     deterministic: dQ in a kernel of its own, as on Hopper always, instead of added up by the plain key kernel.
+    sums: 0 where a call's results are its own; else results are float32 and joined to what is there (launch_sums):
+    1 begins them, 2 goes on.
     """
 
     ranges: tuple[Tensor, ...] = ()
@@ -50,6 +52,7 @@ class Attention:
     scale: float = 1.0
     softcap: float = 0.0
     deterministic: bool = False
+    sums: int = 0
 
 
 @cache
@@ -185,12 +188,12 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, results, call: Attention, co
     low, high, stride = mask_tensors(call, False, lse)
     args = (
         describe(q, config.block_m), describe(k, config.block_n), describe(v, config.block_n), out, lse, low, high,
-        out.stride(0), out.stride(1), out.stride(2), stride,
+        out.stride(0), out.stride(1), out.stride(2), lse.stride(1), stride,
         T, S, H, D, call.q_offset, call.scale * LOG2E, call.softcap,
     )  # fmt: skip
     constants = dict(
         GROUP=H // k.shape[2], HEADS_PER_SWIZZLE=config.heads, BOUNDS=call.bounds, SOFTCAP=call.softcap > 0,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=padded_dim(D), PRECISION=precision(q),
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=padded_dim(D), PRECISION=precision(q), SUMS=call.sums,
     )  # fmt: skip
     cached(forward_kernel).launch((num_blocks(T, config.block_m) * B * H,), args, constants, **options(config))
 
@@ -270,7 +273,7 @@ def launch_key(tensors, rows, results, call: Attention, config: TileConfig) -> N
     )  # fmt: skip
     constants = dict(
         GROUP=H // K, BOUNDS=call.bounds, SOFTCAP=call.softcap > 0, FUSED=fused,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=padded_dim(D), PRECISION=precision(q),
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=padded_dim(D), PRECISION=precision(q), SUMS=call.sums,
     )  # fmt: skip
     cached(key_kernel).launch((B * K, num_blocks(S, config.block_n)), args, constants, **options(config))
 
@@ -286,6 +289,6 @@ def launch_query(tensors, rows, dq: Tensor, call: Attention, config: TileConfig)
     )  # fmt: skip
     constants = dict(
         GROUP=H // K, BOUNDS=call.bounds, SOFTCAP=call.softcap > 0,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=padded_dim(D), PRECISION=precision(q),
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=padded_dim(D), PRECISION=precision(q), SUMS=call.sums,
     )  # fmt: skip
     cached(query_kernel).launch((B * H, num_blocks(T, config.block_m)), args, constants, **options(config))

@@ -1,7 +1,8 @@
 """Launching the warp-specialised kernels for Hopper (Gluon); imported only where they run.
 
-Their descriptors also say how a tile lies in shared memory. The number of consumer warpgroups (64 rows each) fixes the
-tile that a block owns: of queries in the forward and in the dQ kernel, of keys in the kernel of dK and dV.
+Their descriptors also say how a tile lies in shared memory; a result's plays no part where it joins sums. The number of
+consumer warpgroups (64 rows each) fixes the tile that a block owns: of queries in the forward and in the dQ kernel, of
+keys in the kernel of dK and dV.
 """
 
 from functools import cache
@@ -62,12 +63,14 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, results, call: Attention, co
     items = num_blocks(T, ROWS * config.consumers) * B * H
     counter = torch.zeros(1, dtype=torch.int32, device=q.device)
     args = (
-        tiled(q, ROWS), tiled(k, config.block_n), tiled(v, config.block_n), tiled(out, ROWS), counter,
-        lse, low, high, stride, T, S, H, B * H, call.q_offset, call.scale * LOG2E,
+        tiled(q, ROWS), tiled(k, config.block_n), tiled(v, config.block_n), tiled(q if call.sums else out, ROWS),
+        counter, out, *out.stride()[:3], lse, lse.stride(1), low, high, stride, T, S, H, D, B * H, call.q_offset,
+        call.scale * LOG2E,
     )  # fmt: skip
     constants = dict(
         GROUP=H // k.shape[2], HEADS_PER_SWIZZLE=config.heads, BOUNDS=call.bounds, CONSUMERS=config.consumers,
         BLOCK_N=config.block_n, BLOCK_D=padded_dim(D), STAGES=config.stages, REGISTERS=config.registers,
+        SUMS=call.sums,
     )  # fmt: skip
     cached(forward_kernel_hopper).launch((min(items, num_processors(q.device.index)),), args, constants, num_warps=4)
 
@@ -79,12 +82,13 @@ def launch_key(tensors, rows: Tensor, results, call: Attention, config: TileConf
     first, last, stride = mask_tensors(call, True, rows)
     args = (
         tiled(q, config.block_m), tiled(k, ROWS), tiled(v, ROWS), tiled(dout, config.block_m),
-        describe_rows(rows, config.block_m), tiled(dk, ROWS), tiled(dv, ROWS), first, last, stride,
-        T, S, K, B * K, call.q_offset, call.scale * LOG2E, call.scale,
+        describe_rows(rows, config.block_m), *(tiled(k if call.sums else x, ROWS) for x in (dk, dv)),
+        dk, dv, *dk.stride()[:3], first, last, stride, T, S, K, D, B * K, call.q_offset, call.scale * LOG2E, call.scale,
     )  # fmt: skip
     constants = dict(
         GROUP=H // K, HEADS_PER_SWIZZLE=config.heads, BOUNDS=call.bounds, CONSUMERS=config.consumers,
         BLOCK_M=config.block_m, BLOCK_D=padded_dim(D), STAGES=config.stages, REGISTERS=config.registers,
+        SUMS=call.sums,
     )  # fmt: skip
     cached(key_kernel_hopper).launch((num_blocks(S, ROWS * config.consumers) * B * K,), args, constants, num_warps=4)
 
@@ -94,11 +98,13 @@ def launch_query(tensors, rows: Tensor, dq: Tensor, call: Attention, config: Til
     (B, T, H, D), S = q.shape, k.shape[1]
     low, high, stride = mask_tensors(call, False, rows)
     args = (
-        tiled(q, ROWS), tiled(k, config.block_n), tiled(v, config.block_n), tiled(dout, ROWS), tiled(dq, ROWS),
-        lse2, delta, low, high, stride, T, rows.shape[-1], S, H, B * H, call.q_offset, call.scale * LOG2E, call.scale,
+        tiled(q, ROWS), tiled(k, config.block_n), tiled(v, config.block_n), tiled(dout, ROWS),
+        tiled(q if call.sums else dq, ROWS), dq, *dq.stride()[:3], lse2, delta, low, high, stride,
+        T, rows.shape[-1], S, H, D, B * H, call.q_offset, call.scale * LOG2E, call.scale,
     )  # fmt: skip
     constants = dict(
         GROUP=H // k.shape[2], HEADS_PER_SWIZZLE=config.heads, BOUNDS=call.bounds, CONSUMERS=config.consumers,
         BLOCK_N=config.block_n, BLOCK_D=padded_dim(D), STAGES=config.stages, REGISTERS=config.registers,
+        SUMS=call.sums,
     )  # fmt: skip
     cached(query_kernel_hopper).launch((num_blocks(T, ROWS * config.consumers) * B * H,), args, constants, num_warps=4)

@@ -1,10 +1,11 @@
 """The attention backends as a ring's blocks: masks in each backend's form, and gradients given the whole's out and lse.
 
-The Triton kernels' backward takes out and lse as arguments, so it runs once a block and forward never again; eager and
-mock go through autograd (parallel/context_parallel_blocks.DifferentiableBlock).
+The Triton kernels go on from the out, lse and sums of the blocks before (kernel/flash_attention_triton_launch_sums);
+eager and mock go through autograd and are joined (parallel/context_parallel_blocks.DifferentiableBlock).
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from llm.transformer_attention import BACKENDS, prepare_mask
 from llm.transformer_context import BlockContext
-from parallel.context_parallel_blocks import BlockAttention, DifferentiableBlock, Rows
+from parallel.context_parallel_blocks import BlockAttention, DifferentiableBlock, Joined, Rows, Sums
 from parallel.context_parallel_layout import BlockMask, Intervals
 
 RING_BACKENDS = ("triton", "mock", "eager")  # those that give a logsumexp
@@ -30,17 +31,26 @@ class TritonMask:
 class TritonBlock:
     """BlockAttention of our Triton kernels."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: TritonMask) -> tuple[Tensor, Tensor]:
-        from kernel.flash_attention_triton_launch import run_forward
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: TritonMask, joined: Joined) -> None:
+        from kernel.flash_attention_triton_launch_sums import forward_sums
 
-        return run_forward(q, k, v, self.call(q, mask))
+        forward_sums((q, k, v), joined.out, joined.lse, joined.empty, self.call(q, mask))
 
-    def backward(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, mask: TritonMask) -> tuple[Tensor, Tensor, Tensor]:
-        from kernel.flash_attention_triton_launch import run_backward
+    def prepare_rows(self, rows: Rows) -> Any:
+        from kernel.flash_attention_triton_launch_sums import backward_rows
 
-        lse = rows.lse.contiguous()  # the kernels take it without strides, and it may be that of some queries
-        saved = [q, k, v, rows.out, lse, rows.dout, None]
-        return run_backward(saved, self.call(q, mask))
+        return backward_rows(rows.out, rows.lse, rows.dout)
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, rows: Any, mask: TritonMask, dq: Sums, arrive: Callable[[], Sums]
+    ) -> None:
+        from kernel.flash_attention_triton_launch_sums import backward_sums
+
+        def key_sums() -> tuple[Tensor, Tensor, bool]:
+            sums = arrive()
+            return *sums.tensors, sums.empty
+
+        backward_sums((q, k, v), rows, *dq.tensors, dq.empty, key_sums, self.call(q, mask))
 
     def call(self, q: Tensor, mask: TritonMask) -> Any:
         from kernel.flash_attention_triton_launch import Attention

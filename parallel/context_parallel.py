@@ -9,6 +9,7 @@ context_parallel_exchange has the two other ways: all keys gathered, or heads fo
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from parallel.collectives import exchange
 from parallel.collectives_pending import Pending
-from parallel.context_parallel_blocks import BlockAttention, Merger, Rows, wide
+from parallel.context_parallel_blocks import BlockAttention, Joined, Rows, Sums, wide
 from parallel.context_parallel_layout import RingBlock
 from parallel.mesh import Mesh
 
@@ -79,32 +80,62 @@ def autocast_of(tensor: Tensor) -> tuple[str, torch.dtype, bool]:
 
 def ring_forward(q: Tensor, keys: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
     """out and lse of q; `keys` (2, B, T/P, K, D) are this rank's k and v."""
-    merger = Merger()
+    out, lse = empty_results(q)
     for step, (block, mask) in enumerate(zip(ring.blocks, ring.masks, strict=True)):
         arriving = ring.pass_on(keys) if step < len(ring.blocks) - 1 else None
         k, v = keys[:, :, block.keys]
-        merger.add(block.queries, *ring.attention.forward(q[:, block.queries], k, v, mask))
+        ring.attention.forward(q[:, block.queries], k, v, mask, Joined(out, lse, step == 0)[block.queries])
         if arriving is not None:
             (keys,) = arriving.wait()
-    return merger.out.to(q.dtype), merger.lse
+    return out.to(q.dtype), lse
+
+
+def empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
+    """out (B, T, H, D) and lse (B, H, T) for the rows of q, not filled."""
+    (B, T, H, _), dtype = q.shape, wide(q.dtype)
+    return torch.empty(q.shape, dtype=dtype, device=q.device), torch.empty(B, H, T, dtype=dtype, device=q.device)
 
 
 def ring_backward(q: Tensor, keys: Tensor, rows: Rows, ring: Ring) -> tuple[Tensor, Tensor]:
     """dq, and (2, B, T/P, K, D) dk and dv of this rank's keys, summed over the queries of all ranks.
 
-    The sums of a rank's keys travel one step behind the keys, and end one step later, at home.
+    The sums of a rank's keys travel one step behind the keys, and end one step later, at home. They are waited for
+    where the block needs them, which may be in the midst of it.
     """
-    dq = torch.zeros_like(q, dtype=wide(q.dtype), memory_format=torch.contiguous_format)
-    sums: Pending | None = None
+    dq = torch.empty(q.shape, dtype=wide(q.dtype), device=q.device)
+    prepared: dict[int, Any] = {}  # by the first query: all of them, or the second chunk's
+    sums = TravellingSums(ring, keys)
     for step, (block, mask) in enumerate(zip(ring.blocks, ring.masks, strict=True)):
         arriving = ring.pass_on(keys) if step < len(ring.blocks) - 1 else None
         (k, v), queries = keys[:, :, block.keys], block.queries
-        dq_part, *dkv_part = ring.attention.backward(q[:, queries], k, v, rows[queries], mask)
-        dq[:, queries] += dq_part
-        dkv = keys.new_zeros(keys.shape, dtype=wide(keys.dtype)) if sums is None else sums.wait()[0]
-        for total, part in zip(dkv[:, :, block.keys], dkv_part, strict=True):
-            total += part
-        sums = ring.pass_on(dkv)
+        if queries.start not in prepared:
+            prepared[queries.start] = ring.attention.prepare_rows(rows[queries])
+        part, arrive = Sums((dq[:, queries],), step == 0), partial(sums.arrive, block.keys)
+        ring.attention.backward(q[:, queries], k, v, prepared[queries.start], mask, part, arrive)
+        sums.go_on()
         if arriving is not None:
             (keys,) = arriving.wait()
-    return dq.to(q.dtype), sums.wait()[0]
+    return dq.to(q.dtype), sums.at_home()
+
+
+class TravellingSums:
+    """dk and dv, (2, B, T/P, K, D), of the keys at hand, which they follow round the ring."""
+
+    def __init__(self, ring: Ring, keys: Tensor):
+        self.ring = ring
+        self.dkv = torch.empty(keys.shape, dtype=wide(keys.dtype), device=keys.device)
+        self.pending: Pending | None = None
+
+    def arrive(self, keys: slice) -> Sums:
+        """Those of some of the keys, once they are here."""
+        first = self.pending is None
+        if not first:
+            (self.dkv,) = self.pending.wait()
+        return Sums(self.dkv[:, :, keys].unbind(), first)
+
+    def go_on(self) -> None:
+        self.pending = self.ring.pass_on(self.dkv)
+
+    def at_home(self) -> Tensor:
+        (dkv,) = self.pending.wait()
+        return dkv

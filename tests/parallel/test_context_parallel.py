@@ -1,12 +1,13 @@
 """Ring attention, gathered keys and Ulysses beside dense attention on one device, in float64: out, lse, dq, dk, dv."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from parallel.context_parallel import Ring, ring_attention
-from parallel.context_parallel_blocks import DifferentiableBlock, Merger
+from parallel.context_parallel import Ring, empty_results, ring_attention
+from parallel.context_parallel_blocks import DifferentiableBlock, Joined
 from parallel.context_parallel_layout import (
     BlockMask,
     local_intervals,
@@ -134,21 +135,39 @@ def test_intervals_of_a_share_name_the_same_keys():
             assert torch.equal(dense_mask_of(BlockMask("intervals", T, len(keys), own)), wanted)
 
 
-def test_merging_survives_logits_that_overflow_by_themselves():
-    merger = Merger()
-    merger.add(slice(0, 2), torch.tensor([1.0, 0.0]).view(1, 2, 1, 1), torch.tensor([400.0, -math.inf]).view(1, 1, 2))
+def joined_of(shape: tuple[int, int, int, int], blocks: list[tuple[slice, torch.Tensor, torch.Tensor]]) -> Joined:
+    """The blocks joined in order, from memory that holds anything."""
+    B, T, H, _ = shape
+    joined = Joined(torch.full(shape, math.nan), torch.full((B, H, T), math.nan), True)
+    for queries, out, lse in blocks:
+        joined[queries].add(out, lse)
+        joined = replace(joined, empty=False)
+    return joined
+
+
+def test_joining_survives_logits_that_overflow_by_themselves():
+    blocks = [(slice(0, 2), torch.tensor([1.0, 0.0]).view(1, 2, 1, 1), torch.tensor([400.0, -math.inf]).view(1, 1, 2))]
     for lse, value in ((400.0, 3.0), (-400.0, 9.0)):
-        merger.add(slice(0, 1), torch.full((1, 1, 1, 1), value), torch.full((1, 1, 1), lse))
-    merger.add(slice(1, 2), torch.zeros(1, 1, 1, 1), torch.full((1, 1, 1), -math.inf))  # still nothing to see
-    assert merger.out.flatten().tolist() == pytest.approx([2.0, 0.0], rel=FP32_GRADIENT)
-    assert merger.lse.flatten().tolist() == [pytest.approx(400.0 + math.log(2.0)), -math.inf]
+        blocks.append((slice(0, 1), torch.full((1, 1, 1, 1), value), torch.full((1, 1, 1), lse)))
+    blocks.append((slice(1, 2), torch.zeros(1, 1, 1, 1), torch.full((1, 1, 1), -math.inf)))  # still nothing to see
+    joined = joined_of((1, 2, 1, 1), blocks)
+    assert joined.out.flatten().tolist() == pytest.approx([2.0, 0.0], rel=FP32_GRADIENT)
+    assert joined.lse.flatten().tolist() == [pytest.approx(400.0 + math.log(2.0)), -math.inf]
 
 
-def test_merging_sums_16_bit_blocks_in_float32():
+def test_joining_sums_16_bit_blocks_in_float32():
     """A zero and 999 ones of equal weight: a bfloat16 mean would stop rising at about 0.95."""
-    merger = Merger()
-    for value in (0.0, *[1.0] * 999):
-        merger.add(slice(0, 1), torch.full((1, 1, 1, 1), value, dtype=torch.bfloat16), torch.zeros(1, 1, 1))
-    assert merger.out.dtype == torch.float32
-    assert merger.out.item() == pytest.approx(0.999, rel=100 * FP32_GRADIENT)
-    assert merger.lse.item() == pytest.approx(math.log(1000), rel=100 * FP32_GRADIENT)
+    ones = [
+        (slice(0, 1), torch.full((1, 1, 1, 1), value, dtype=torch.bfloat16), torch.zeros(1, 1, 1))
+        for value in (0.0, *[1.0] * 999)
+    ]
+    joined = joined_of((1, 1, 1, 1), ones)
+    assert joined.out.item() == pytest.approx(0.999, rel=100 * FP32_GRADIENT)
+    assert joined.lse.item() == pytest.approx(math.log(1000), rel=100 * FP32_GRADIENT)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_what_a_rank_keeps_between_blocks_is_float32_or_better(dtype):
+    out, lse = empty_results(torch.zeros(2, 6, 4, 8, dtype=dtype))
+    assert out.shape == (2, 6, 4, 8) and lse.shape == (2, 4, 6)
+    assert out.dtype == lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)

@@ -53,9 +53,9 @@ CONTEXT_MUTANTS = [
         "keys taken for another rank's", f"{PLACES}:ring_blocks", "(rank - step) % ranks", "(rank + step) % ranks",
         "cp=3",
     ),
-    Mutant("the larger logsumexp for both", f"{BLOCKS}:Merger.add", "torch.logaddexp(", "torch.maximum(", "cp=2"),
+    Mutant("the larger logsumexp for both", f"{BLOCKS}:Joined.add", "torch.logaddexp(", "torch.maximum(", "cp=2"),
     Mutant(
-        "blocks added without their weights", f"{BLOCKS}:Merger.add",
+        "blocks added without their weights", f"{BLOCKS}:Joined.add",
         "addcmul_(out, by_row(block_weight(lse, new)))", "add_(out)", "cp=2",
     ),
     Mutant(
@@ -63,12 +63,12 @@ CONTEXT_MUTANTS = [
         "torch.zeros_like(lse)", "cp=2",
     ),
     Mutant(
-        "sums of keys' gradients end at the neighbour", f"{RING}:ring_backward",
-        "return dq.to(q.dtype), sums.wait()[0]", "sums.wait(); return dq.to(q.dtype), dkv", "cp=2",
+        "sums of keys' gradients end at the neighbour", f"{RING}:TravellingSums.at_home",
+        "(dkv,) = self.pending.wait()", "dkv = self.dkv; self.pending.wait()", "cp=2",
     ),
     Mutant(
-        "gradients of keys that came by are dropped", f"{RING}:ring_backward", "if sums is None else", "if True else",
-        "cp=2",
+        "gradients of keys that came by are dropped", f"{RING}:TravellingSums.arrive", ".unbind(), first)",
+        ".unbind(), True)", "cp=2",
     ),
     # Gathered keys, Ulysses.
     Mutant(
