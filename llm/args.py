@@ -149,7 +149,9 @@ class ParallelConfig:
     bucket_mb: float = 25.0  # of gradients in one reduction
     first_bucket_mb: float = 1.0  # small, so that the first reduction starts early
     reduce_dtype: str | None = None  # of gradients on the wire: float32 or bfloat16; null: the gradients' own
-    reduce_each_micro_batch: bool = True  # zero=2, 3; false: full gradients until the last micro-batch, one reduction
+    # zero=2, 3: true reduces gradients after each micro-batch, false keeps them in full, then once. null: true, but
+    # false for zero=2 with pp, which has many small micro-batches and keeps parameters for the step too.
+    reduce_each_micro_batch: bool | None = None
     activation_checkpointing: str = "none"  # "selective": keep matrix products and attention; "full": a block's input
     force: bool = False  # run hooks, buckets and collectives on a single rank too, to measure them
     timeout_s: float = 600.0  # a collective that takes longer ends the run with the ranks that are missing
@@ -170,6 +172,12 @@ class ParallelConfig:
             raise UserError(
                 f"parallel.dp_shard={self.dp_shard} needs something to shard; set parallel.zero to 1, 2 or 3"
             )
+
+    @property
+    def reduces_each_micro_batch(self) -> bool:
+        """`reduce_each_micro_batch` with its null filled in."""
+        chosen = self.reduce_each_micro_batch
+        return (self.pp == 1 or self.zero == 3) if chosen is None else chosen
 
     def degrees(self) -> Degrees:
         """The mesh's degrees; dp may still be null, which the mesh fills in from the world size."""

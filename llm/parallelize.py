@@ -21,7 +21,7 @@ from llm.loss import CrossEntropyLoss, FusedCrossEntropyLoss, LossSums
 from llm.loss_vocab import vocab_head
 from llm.optimizer import build_optimizer
 from llm.parallelize_context import ContextShards, apply_context
-from llm.parallelize_pipeline import Pipeline, apply_deferral, apply_pipeline, pipeline_strategy
+from llm.parallelize_pipeline import Pipeline, PipelineLayout, apply_deferral, apply_pipeline, pipeline_strategy
 from llm.parallelize_strategy import Strategy
 from llm.parallelize_tensor import apply_tensor, fill_parts, tensor_strategy
 from llm.transformer_context import make_context
@@ -31,6 +31,7 @@ from parallel.activation_checkpointing import make_checkpoint
 from parallel.ddp import DataParallel, DdpSettings
 from parallel.fsdp import FsdpSettings
 from parallel.fsdp_init import apply_fsdp
+from parallel.fsdp_pipeline import PipelinedFsdp
 from parallel.mesh import Mesh
 from parallel.sharded_optimizer import Zero1, Zero1Settings
 from parallel.tensor_parallel import TensorLayout
@@ -122,14 +123,15 @@ def parallelize(model: nn.Module, config: TrainConfig, mesh: Mesh) -> Paralleliz
     for block in model.blocks.values():
         block.checkpoint = make_checkpoint(config.parallel.activation_checkpointing)
     compile_mode = apply_compile(model, config.compile, mesh.device)
-    strategy = apply_data_strategy(model, config, mesh, tensor_layout)
-    strategy = pipeline_strategy(strategy, stages)
+    data = apply_data_strategy(model, config, mesh, tensor_layout, stages)
+    strategy = pipeline_strategy(data, stages)
     strategy = tensor_strategy(strategy, model, tensor_layout)
     fused = config.kernels.uses("optimizer")
     optimizer = strategy.shard_optimizer(build_optimizer(model.named_parameters(), config.optimizer, fused))
     autocast_dtype = torch.bfloat16 if config.dtype == "bfloat16" else None
     context_of = make_context if shards is None else shards.make_context
-    pipeline = None if stages is None else Pipeline(stages, strategy, autocast_dtype, context_of)
+    keeper = data if isinstance(data, PipelinedFsdp) else None
+    pipeline = None if stages is None else Pipeline(stages, strategy, autocast_dtype, context_of, keeper)
     return Parallelized(model, optimizer, strategy, compile_mode, shards, pipeline)
 
 
@@ -147,7 +149,11 @@ def refuse_unknown(config: ParallelConfig) -> None:
 
 
 def apply_data_strategy(
-    model: nn.Module, config: TrainConfig, mesh: Mesh, tensor_layout: TensorLayout | None = None
+    model: nn.Module,
+    config: TrainConfig,
+    mesh: Mesh,
+    tensor_layout: TensorLayout | None = None,
+    stages: PipelineLayout | None = None,
 ) -> Strategy:
     """DDP for zero=0, ZeRO-1, or FSDP for zero=2 and 3; on a single rank that is not forced, DDP that does nothing."""
     parallel = config.parallel
@@ -166,10 +172,11 @@ def apply_data_strategy(
         param_dtype=torch.bfloat16 if config.dtype == "bfloat16" else None,
         keep_dtype=is_kept_by_autocast,
         reduce_dtype=reduce_dtype,
-        reduce_each_micro_batch=parallel.reduce_each_micro_batch,
+        reduce_each_micro_batch=parallel.reduces_each_micro_batch,
     )
     fill = partial(initialise_range, seed=config.seed, num_layers=config.model.num_layers)
-    return apply_fsdp(model, mesh, settings, model.blocks.values(), fill_parts(fill, tensor_layout))
+    fill, units = fill_parts(fill, tensor_layout), None if stages is None else stages.units()
+    return apply_fsdp(model, mesh, settings, model.blocks.values(), fill, units)
 
 
 def is_kept_by_autocast(name: str, param: Tensor) -> bool:

@@ -24,8 +24,9 @@ from llm.transformer_context import BlockContext, make_context
 from llm.transformer_layers import Linear
 from llm.transformer_linear import is_plain
 from parallel.collectives import all_reduce_sum
+from parallel.fsdp_pipeline import StageUnits
 from parallel.mesh import Mesh
-from parallel.pipeline_parallel import PipelineRunner, PipelineSettings, StageFunction
+from parallel.pipeline_parallel import Keeper, PipelineRunner, PipelineSettings, StageFunction
 from parallel.pipeline_parallel_backward import DeferredGradients
 from parallel.pipeline_parallel_stages import split_by_cost
 from parallel.pipeline_parallel_strategy import HeldBy, PipelineParallel, TiedTable
@@ -62,11 +63,6 @@ def check_pipeline(config: TrainConfig) -> None:
         raise UserError(
             f"parallel.tp_chunks={parallel.tp_chunks} makes weight gradients chunk by chunk, and "
             f"parallel.pp_schedule=zero_bubble puts them aside; use parallel.tp_chunks=1, or 1f1b"
-        )
-    if parallel.zero > 1:
-        raise UserError(
-            f"parallel.zero={parallel.zero} gathers blocks in the order of one micro-batch's passes, which "
-            f"parallel.pp={parallel.pp} mixes; use parallel.zero=1, which shards the optimizer's state, or pp=1"
         )
     if config.compile == "model":
         raise UserError(f"compile=model sees no whole model under parallel.pp={parallel.pp}; use compile=block")
@@ -105,6 +101,16 @@ class PipelineLayout:
         if layers + 1 not in pieces:
             view._modules["norm"] = view._modules["output"] = None
         return view
+
+    def units(self) -> StageUnits:
+        """Which of the model's blocks each stage runs, for ZeRO-2 and 3."""
+        layers, names = self.model.config.num_layers, list(self.model.blocks)
+        blocks = {
+            stage: tuple(names.index(str(piece - 1)) for piece in pieces if 1 <= piece <= layers)
+            for stage, pieces in self.pieces.items()
+        }
+        ends = (0, layers + 1)
+        return StageUnits(blocks, frozenset(s for s, pieces in self.pieces.items() if any(p in pieces for p in ends)))
 
     @contextmanager
     def whole_model(self, parameters: dict[str, Tensor]) -> Iterator[None]:
@@ -200,7 +206,8 @@ def tie_over_ranks(model: Transformer, mesh: Mesh) -> TiedTable:
     del model.output.weight
     copied = None
     if mesh.rank_in("pp") == mesh.size("pp") - 1:
-        copied = model.output.weight = table.detach().clone().requires_grad_(table.requires_grad)
+        copied = torch.zeros_like(table, device=mesh.device) if table.is_meta else table.detach().clone()
+        model.output.weight = copied.requires_grad_(table.requires_grad)
     return TiedTable(mesh, "pp", table if mesh.rank_in("pp") == 0 else None, copied)
 
 
@@ -234,12 +241,13 @@ class Pipeline:
         strategy: PipelineParallel,
         autocast_dtype: torch.dtype | None,
         context_of: Callable[..., BlockContext] = make_context,
+        keeper: Keeper | None = None,
     ):
         self.layout, self.strategy, self.mesh = layout, strategy, layout.mesh
         self.autocast_dtype, self.context_of = autocast_dtype, context_of
         self.models = {stage: layout.stage_model(stage) for stage in layout.pieces}
         self.last_stage = layout.mesh.size("pp") * layout.settings.chunks - 1
-        self.runner = PipelineRunner(self.boundary, self.mesh, layout.settings, layout.deferred)
+        self.runner = PipelineRunner(self.boundary, self.mesh, layout.settings, layout.deferred, keeper)
         self.warned = False
         # NCCL connects a group in its first call, in which all ranks must take part; sends between two would hang.
         all_reduce_sum(torch.zeros((), device=self.mesh.device), self.mesh, "pp")
@@ -327,4 +335,6 @@ def pipeline_strategy(inner: Any, layout: PipelineLayout | None) -> Any:
     """The data strategy, which under pipeline parallelism has this rank's stages alone."""
     if layout is None:
         return inner
+    if layout.tied is not None and layout.tied.table is not None:
+        layout.tied.table = layout.model.embedding.weight  # ZeRO-2 and 3 have put another in its place
     return PipelineParallel(inner, layout.model, layout.mesh, layout.held, layout.tied, layout.whole_model)

@@ -66,7 +66,7 @@ def data_layout(parallel: ParallelConfig, degrees: Degrees, micro_batches: int, 
         reduce_dtype=parallel.reduce_dtype,
         param_dtype="bfloat16" if dtype == "bfloat16" and parallel.zero >= 2 else None,
         micro_batches=micro_batches,
-        reduce_each_micro_batch=parallel.reduce_each_micro_batch,
+        reduce_each_micro_batch=parallel.reduces_each_micro_batch,
     )
 
 

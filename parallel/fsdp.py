@@ -49,10 +49,11 @@ class Fsdp:
     """
 
     def __init__(self, model: nn.Module, units: list[FsdpUnit], modules: list[nn.Module], settings: FsdpSettings):
+        """`units`: the root's, where there is anything outside the blocks, and those of `modules`, in their order."""
         self.model, self.settings = model, settings
-        self.root, *self.units = units  # the blocks in the order of forward
-        self.mesh, self.axis = self.root.mesh, settings.shard_axis
-        self.all_units = units
+        self.all_units, self.units = units, units[len(units) - len(modules) :]  # the blocks in the order of forward
+        self.root = units[0] if len(units) > len(modules) else None
+        self.mesh, self.axis = units[0].mesh, settings.shard_axis
         shards = {shard.name: shard for unit in units for shard in unit.shards}
         self.all_shards = [shards[name] for name, _ in model.named_parameters()]
         trainable = {shard.name for unit in units for shard in unit.trainable_shards()}
@@ -89,26 +90,35 @@ class Fsdp:
         self.open_root()
 
     def open_root(self) -> None:
-        self.root.finish_gather()
+        if self.root is not None:
+            self.root.finish_gather()
         if self.units:
             self.units[0].start_gather()
 
     def close_root(self) -> None:
-        if not (torch.is_grad_enabled() or self.is_open or self.is_pinned):
+        if self.root is not None and not (torch.is_grad_enabled() or self.is_open or self.is_pinned):
             self.root.reshard()
 
     def before_forward(self, index: int) -> None:
         unit = self.units[index]
         unit.finish_gather()
-        if not unit.in_backward and index + 1 < len(self.units):  # else: forward again for backward's sake
-            self.units[index + 1].start_gather()
+        if not unit.in_backward:  # else: forward again for backward's sake
+            self.gather_ahead(index + 1)
+
+    def gather_ahead(self, index: int) -> None:
+        """While a unit computes, begin to gather its neighbour `index`, if there is one."""
+        if 0 <= index < len(self.units):
+            self.units[index].start_gather()
+
+    def is_needed_next(self, unit: FsdpUnit) -> bool:
+        """After its forward pass: backward begins with the last one."""
+        return unit is self.units[-1]
 
     def after_forward(self, index: int, output: Any) -> None:
         unit = self.units[index]
         if unit.in_backward:
             return
-        is_needed_next = index == len(self.units) - 1  # backward begins with the last one
-        if not self.is_pinned and not (torch.is_grad_enabled() and (is_needed_next or self.keeps)):
+        if not self.is_pinned and not (torch.is_grad_enabled() and (self.keeps or self.is_needed_next(unit))):
             unit.reshard()
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -124,8 +134,7 @@ class Fsdp:
                 self.end_backward(other)
         unit.in_backward = True
         unit.finish_gather()
-        if index > 0:
-            self.units[index - 1].start_gather()
+        self.gather_ahead(index - 1)
 
     def gradient_is_there(self, unit: FsdpUnit, param: nn.Parameter) -> None:
         assert not unit.is_reduced, (
@@ -137,20 +146,25 @@ class Fsdp:
             self.end_backward(unit)
 
     def end_backward(self, unit: FsdpUnit) -> None:
-        """Reduce a unit's gradients, or keep them for the last micro-batch, and free its parameters."""
+        """A unit's backward is over: its gradients go on their way, its parameters are freed."""
         unit.in_backward, unit.is_reduced = False, True
-        if unit.trainable:
-            self.finish_reduce()  # one message at a time; it had a unit's backward to get through
-            if self.is_last or self.settings.reduce_each_micro_batch:
-                dtype = self.settings.reduce_dtype or unit.master.dtype
-                into, unit.partial = unit.partial, None
-                message = unit.take_gradients(into, dtype if into is None else into.dtype)
-                unit.start_reduce(message.to(dtype))
-                self.reducing = (unit, self.is_last)
-            else:
-                unit.partial = unit.take_gradients(unit.partial, unit.master.dtype)
+        self.take_gradients(unit)
         if self.is_last or not self.keeps:
             unit.reshard()
+
+    def take_gradients(self, unit: FsdpUnit) -> None:
+        """Reduce a unit's gradients, or keep them for the last micro-batch."""
+        if not unit.trainable:
+            return
+        self.finish_reduce()  # one message at a time; it had a unit's backward to get through
+        if self.is_last or self.settings.reduce_each_micro_batch:
+            dtype = self.settings.reduce_dtype or unit.master.dtype
+            into, unit.partial = unit.partial, None
+            message = unit.take_gradients(into, dtype if into is None else into.dtype)
+            unit.start_reduce(message.to(dtype))
+            self.reducing = (unit, self.is_last)
+        else:
+            unit.partial = unit.take_gradients(unit.partial, unit.master.dtype)
 
     def finish_reduce(self) -> None:
         if self.reducing is None:
@@ -164,7 +178,7 @@ class Fsdp:
         """End the backward of every unit that has not ended, the root's at the latest."""
         if not self.is_open:
             return
-        for unit in [*reversed(self.units), self.root]:
+        for unit in reversed(self.all_units):
             if not unit.is_reduced:
                 self.end_backward(unit)
         self.is_open = False
@@ -216,7 +230,8 @@ class Fsdp:
         replicas, replica = self.replicas()
         persistent = self.model.state_dict(keep_vars=True).keys()
         buffers = [(name, buffer) for name, buffer in self.model.named_buffers() if name in persistent]
-        world = (replicas * self.mesh.size(self.axis), replica * self.mesh.size(self.axis) + self.root.rank)
+        ranks = self.mesh.size(self.axis)
+        world = (replicas * ranks, replica * ranks + self.mesh.rank_in(self.axis))
         pieces = [shard.piece(replicas, replica) for shard in self.all_shards]
         return pieces + [whole(name, buffer, *world) for name, buffer in buffers]
 

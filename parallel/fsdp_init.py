@@ -14,6 +14,7 @@ from configs.errors import UserError
 from parallel.collectives import broadcast
 from parallel.fsdp import Fsdp, FsdpSettings
 from parallel.fsdp_layout import plan_unit
+from parallel.fsdp_pipeline import PipelinedFsdp, StageUnits
 from parallel.fsdp_units import FsdpUnit
 from parallel.mesh import Mesh
 
@@ -27,12 +28,14 @@ def apply_fsdp(
     settings: FsdpSettings = FsdpSettings(),
     units: Iterable[nn.Module] = (),
     fill: Fill | None = None,
+    stages: StageUnits | None = None,
 ) -> Fsdp:
     """Shard a model over the mesh; `units` are its blocks in the order of forward, everything else is the root unit.
 
     Afterwards each parameter is another object of the same name and full shape, whose memory is there only while it is
     used: build the optimizer then, and pass it through `shard_optimizer`. `fill(name, shape, start, flat)` writes
-    elements start .. start + flat.numel() of a flattened parameter of a model on the meta device.
+    elements start .. start + flat.numel() of a flattened parameter of a model on the meta device. On a pipeline rank
+    `stages` says which of the units each of its stages runs.
     """
     modules = list(units)
     on_meta = [name for name, buffer in model.named_buffers() if buffer.is_meta]
@@ -42,10 +45,12 @@ def apply_fsdp(
         raise UserError("the model is on the meta device; give apply_fsdp a `fill` that writes its initial weights")
     move_buffers(model, mesh.device)
     built = []
-    for named in assign(model, modules):
+    for named in filter(None, assign(model, modules)):  # of a pipeline rank everything may be in blocks
         built.append(build_unit(named, mesh, settings))
         write_shards(built[-1], dict(named), mesh, settings, fill)
         replace_parameters(model, dict(named), built[-1])
+    if stages is not None:
+        return PipelinedFsdp(model, built, modules, settings, stages)
     return Fsdp(model, built, modules, settings)
 
 
@@ -60,11 +65,11 @@ def assign(model: nn.Module, modules: list[nn.Module]) -> list[Named]:
     names = {id(param): name for name, param in model.named_parameters()}
     owned = [[(names[id(param)], param) for param in module.parameters() if uses[id(param)] == 1] for module in modules]
     taken = {name for named in owned for name, _ in named}
+    assert all(owned), "a unit without parameters"
     return [[(name, param) for name, param in model.named_parameters() if name not in taken], *owned]
 
 
 def build_unit(named: Named, mesh: Mesh, settings: FsdpSettings) -> FsdpUnit:
-    assert named, "a unit without parameters"
     master = named[0][1].dtype
     for _, param in named[1:]:
         master = torch.promote_types(master, param.dtype)

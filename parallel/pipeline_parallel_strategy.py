@@ -1,4 +1,4 @@
-"""A data strategy (DDP, ZeRO-1) over the part of a model that a pipeline rank holds.
+"""A data strategy (DDP, ZeRO-1, FSDP) over the part of a model that a pipeline rank holds.
 
 It has the strategy's methods. Gradients and parameters of other ranks' stages are fetched where all are asked for, the
 norm is summed over the axis, checkpoint pieces are this rank's alone.
@@ -121,7 +121,9 @@ class PipelineParallel:
             place, tensor = self.held[name], own.get(name)
             if present and tensor is None:
                 tensor = torch.empty(place.shape, dtype=place.dtype, device=self.mesh.device)
-            result[name] = broadcast(tensor.contiguous(), self.mesh, self.axis, place.rank) if present else None
+            if present:  # ZeRO-2 and 3 gather some in a lower precision
+                tensor = broadcast(tensor.to(place.dtype).contiguous(), self.mesh, self.axis, place.rank)
+            result[name] = tensor if present else None
         return result
 
     def trainable(self) -> list[str]:
@@ -141,9 +143,9 @@ class PipelineParallel:
 
         Entered by all ranks. What is written to parameters of other ranks' stages is lost.
         """
-        if self.tied is not None:
-            self.tied.refresh()
         with self.inner.gathered():
+            if self.tied is not None:
+                self.tied.refresh()
             own = {name: param.detach() for name, param in self.model.named_parameters()}
             with self.whole_model(self.fetch(own, self.held)):
                 yield
