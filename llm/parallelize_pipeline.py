@@ -19,6 +19,7 @@ from llm.args import ModelConfig, TrainConfig
 from llm.cost_model_counts import attention_flops_per_token, block_matrices, output_matrix
 from llm.data_loader import Batch
 from llm.loss import LossSums
+from llm.parallelize_pipeline_graph import check_pipeline_graph, make_pipeline_graphs
 from llm.transformer import Transformer
 from llm.transformer_context import BlockContext, make_context
 from llm.transformer_layers import Linear
@@ -30,7 +31,7 @@ from parallel.pipeline_parallel import Keeper, PipelineRunner, PipelineSettings,
 from parallel.pipeline_parallel_backward import DeferredGradients
 from parallel.pipeline_parallel_stages import split_by_cost
 from parallel.pipeline_parallel_strategy import HeldBy, PipelineParallel, TiedTable
-from parallel.pipeline_schedules import build_schedule
+from parallel.pipeline_schedules import SPLIT_SCHEDULES, build_schedule
 from parallel.pipeline_schedules_simulation import simulate
 
 ENDS = ("embedding", "norm", "output")
@@ -55,21 +56,20 @@ def stage_pieces(model: ModelConfig, seq_len: int, stages: int) -> list[range]:
 
 def check_pipeline(config: TrainConfig) -> None:
     """UserError for what does not work together with parallel.pp > 1."""
-    parallel, kernels = config.parallel, config.kernels
+    parallel = config.parallel
     build_schedule(parallel.pp_schedule, parallel.pp, 1, parallel.pp_chunks)
     if parallel.ep > 1:
         raise UserError(f"parallel.ep={parallel.ep} with parallel.pp={parallel.pp} is not implemented yet; use ep=1")
-    if parallel.tp_chunks > 1 and parallel.pp_schedule == "zero_bubble":
+    if parallel.tp_chunks > 1 and parallel.pp_schedule in SPLIT_SCHEDULES:
         raise UserError(
             f"parallel.tp_chunks={parallel.tp_chunks} makes weight gradients chunk by chunk, and "
-            f"parallel.pp_schedule=zero_bubble puts them aside; use parallel.tp_chunks=1, or 1f1b"
+            f"parallel.pp_schedule={parallel.pp_schedule} puts them aside; use parallel.tp_chunks=1, or 1f1b"
         )
     if config.compile == "model":
         raise UserError(f"compile=model sees no whole model under parallel.pp={parallel.pp}; use compile=block")
-    if kernels.cuda_graph:
-        raise UserError(f"kernels.cuda_graph=true captures one rank; use false with parallel.pp={parallel.pp}")
-    if parallel.pp_schedule == "zero_bubble" and config.compile != "none":
-        raise UserError("parallel.pp_schedule=zero_bubble puts weight gradients aside in Python; use compile=none")
+    if parallel.pp_schedule in SPLIT_SCHEDULES and config.compile != "none":
+        name = parallel.pp_schedule
+        raise UserError(f"parallel.pp_schedule={name} puts weight gradients aside in Python; use compile=none")
     stage_pieces(config.model, config.data.seq_len, parallel.pp * parallel.pp_chunks)
 
 
@@ -88,6 +88,7 @@ class PipelineLayout:
     boundary_dtype: tuple[torch.dtype, torch.dtype]  # without and under autocast
     deferred: DeferredGradients | None = None
     stream_cut: int = 1  # tp ranks over which sequence parallelism has cut the tokens between blocks
+    graphed: bool = False  # operations are replayed as CUDA graphs
 
     def stage_model(self, stage: int) -> Transformer:
         """The model with the pieces of one stage only; modules are shared."""
@@ -159,6 +160,8 @@ def apply_pipeline(
     if not mesh.is_active("pp"):
         return None
     check_pipeline(config)
+    if config.kernels.cuda_graph:
+        check_pipeline_graph(config, mesh.device.type)
     parallel, layers = config.parallel, config.model.num_layers
     settings = PipelineSettings(parallel.pp_schedule, parallel.pp_chunks)
     ranks, rank = mesh.size("pp"), mesh.rank_in("pp")
@@ -180,7 +183,7 @@ def apply_pipeline(
     own = {stage: part for stage, part in enumerate(pieces) if stage % ranks == rank}
     return PipelineLayout(
         model, mesh, settings, own, held, missing, missing_parameters, tied, boundary_dtype, deferred,
-        parallel.tp if parallel.sequence_parallel else 1,
+        parallel.tp if parallel.sequence_parallel else 1, config.kernels.cuda_graph,
     )  # fmt: skip
 
 
@@ -214,17 +217,19 @@ def tie_over_ranks(model: Transformer, mesh: Mesh) -> TiedTable:
 def apply_deferral(model: Transformer, config: TrainConfig, mesh: Mesh) -> DeferredGradients | None:
     """Weight gradients of linear layers wait for zero-bubble's W, the head's too unless its loss is fused with it.
 
-    Applied before tensor parallelism, whose crossings then lie around the split products.
+    Under CUDA graphs they do with every schedule: the products then add to the gradients that are there. Applied before
+    tensor parallelism, whose crossings then lie around the split products.
     """
-    if not mesh.is_active("pp") or config.parallel.pp_schedule != "zero_bubble":
+    splits = config.parallel.pp_schedule in SPLIT_SCHEDULES
+    if not mesh.is_active("pp") or not (splits or config.kernels.cuda_graph):
         return None
     deferred = DeferredGradients()
     for name, module in model.named_modules():
         if isinstance(module, Linear) and not (name == "output" and config.kernels.uses("loss")):
             if not is_plain(module.matmul):
                 raise UserError(
-                    f"parallel.pp_schedule=zero_bubble splits plain products, and that of {name} has been swapped "
-                    f"(LoRA, FP8); use parallel.pp_schedule=1f1b"
+                    f"parallel.pp_schedule={config.parallel.pp_schedule} splits plain products, and that of {name} has "
+                    f"been swapped (LoRA, FP8); use parallel.pp_schedule=1f1b and kernels.cuda_graph=false"
                 )
             module.matmul = deferred.matmul
         elif hasattr(module, "project"):
@@ -247,7 +252,10 @@ class Pipeline:
         self.autocast_dtype, self.context_of = autocast_dtype, context_of
         self.models = {stage: layout.stage_model(stage) for stage in layout.pieces}
         self.last_stage = layout.mesh.size("pp") * layout.settings.chunks - 1
-        self.runner = PipelineRunner(self.boundary, self.mesh, layout.settings, layout.deferred, keeper)
+        tied = None if layout.tied is None else layout.tied.copy
+        graphs = make_pipeline_graphs(layout.model, tied, layout.deferred, self.boundary) if layout.graphed else None
+        self.runner = PipelineRunner(self.boundary, self.mesh, layout.settings, layout.deferred, keeper, graphs)
+        self.divisor = torch.ones((), dtype=torch.float64, device=self.mesh.device)  # where graphs can read it
         self.warned = False
         # NCCL connects a group in its first call, in which all ranks must take part; sends between two would hang.
         all_reduce_sum(torch.zeros((), device=self.mesh.device), self.mesh, "pp")
@@ -293,11 +301,12 @@ class Pipeline:
         """
         self.warn_if_short(len(micro_batches))
         self.strategy.begin_step()
+        self.divisor.fill_(max(num_targets, 1))
 
         def last(x: Tensor | None, batch: Batch) -> tuple[Tensor, Any]:
             with self.autocast():
                 sums = forward_loss(batch, x)
-            return (sums.loss_sum + sums.z_loss_sum) / max(num_targets, 1), (
+            return (sums.loss_sum + sums.z_loss_sum) / self.divisor, (
                 sums.loss_sum.detach(), sums.z_loss_sum.detach(),
             )  # fmt: skip
 

@@ -7,7 +7,7 @@ from llm.args import HardwareConfig, KernelsConfig, ModelConfig
 from llm.optimizer import OptimizerConfig
 from llm.plan_memory import CHECKPOINTING
 from parallel.context_parallel_layout import MODES as CONTEXT_MODES
-from parallel.pipeline_schedules import SCHEDULES
+from parallel.pipeline_schedules import SCHEDULES, SPLIT_SCHEDULES
 
 LISTS = ("micro_batch_size", "zero", "dp_shard", "checkpointing", "pp_schedule", "cp_mode")
 DEGREES = ("tp", "pp", "cp")
@@ -35,7 +35,7 @@ class PlanConfig:
     tp: list[int] | None = None
     pp: list[int] | None = None
     cp: list[int] | None = None
-    pp_schedule: list[str] = field(default_factory=lambda: ["1f1b", "interleaved", "zero_bubble"])
+    pp_schedule: list[str] = field(default_factory=lambda: ["1f1b", "interleaved", *SPLIT_SCHEDULES])
     cp_mode: list[str] = field(default_factory=lambda: ["ring", "ulysses"])
     reduce_dtype: str | None = None
     bucket_mb: float = 25.0

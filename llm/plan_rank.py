@@ -17,6 +17,7 @@ from parallel.context_parallel_layout import padded_length
 from parallel.cost_model_tensor import cut_params
 from parallel.cost_model_traffic import DataLayout, Param
 from parallel.mesh_degrees import Degrees
+from parallel.pipeline_schedules import SPLIT_SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def rank_share(config: TrainConfig, params: list[Param], device: str, world_size
         stages = tuple(stages_of(config, place))
         part = replace(part, **pieces_of(stages, config.model.num_layers))
         params = rank_params(params, config, place)
-        if config.parallel.pp_schedule == "zero_bubble":  # its split products join layers that read one input
+        if config.parallel.pp_schedule in SPLIT_SCHEDULES:  # their split products join layers that read one input
             work = replace(work, kernels=replace(work.kernels, linear=True))
     if degrees.cp > 1:
         multiple = multiple_of(config.parallel.cp_mode, degrees.cp)

@@ -22,6 +22,7 @@ from parallel.cost_model_pipeline import simulate_stages
 from parallel.cost_model_timeline import Compute, StepTime, step_time
 from parallel.cost_model_traffic import ITEM_BYTES, Message, Param
 from parallel.mesh_degrees import Degrees
+from parallel.pipeline_schedules import SPLIT_SCHEDULES
 from parallel.pipeline_schedules_simulation import Durations, Simulation
 
 COLLECTIVE_OPS = 12  # operations' worth of the host's time that one collective takes to issue, assumed
@@ -100,7 +101,7 @@ def rank_work(config: TrainConfig, params: list[Param], machine: Machine, degree
     }
     compute = with_stalls(compute, list(stalls.values()))
     host = predict_step_time(share.work, machine.rates).host_s
-    if machine.device == "cuda" and config.parallel.pp_schedule == "zero_bubble":
+    if machine.device == "cuda" and config.parallel.pp_schedule in SPLIT_SCHEDULES and not config.kernels.cuda_graph:
         host += SPLIT_OPS * machine.rates.op_overhead_s * share.work.layers * share.layout.micro_batches
     if machine.device == "cuda":
         host += COLLECTIVE_OPS * machine.rates.op_overhead_s * len(messages) * share.layout.micro_batches / count
@@ -200,7 +201,7 @@ def stage_durations(own: RankWork, pieces: range, config: TrainConfig, send_s: f
         for side in (compute.forward, compute.backward)
     )
     rates, weight = own.rates, 0.0
-    if config.parallel.pp_schedule == "zero_bubble":
+    if config.parallel.pp_schedule in SPLIT_SCHEDULES:
         weight = blocks * block_products_s(work, rates)
         weight += output_product_s(work, rates) if layers + 1 in pieces and not work.fuses("loss") else 0.0
     return Durations(forward, backward - weight, weight, send_s)

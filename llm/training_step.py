@@ -64,7 +64,7 @@ class TrainingStep:
         self.pipeline = parallelized.pipeline  # runs the stages of a model that is cut by layers, or None
         self.autocast_dtype = torch.bfloat16 if config.dtype == "bfloat16" else None
         self.graphed: GraphedMicroBatch | None = None
-        if config.kernels.cuda_graph:
+        if config.kernels.cuda_graph and self.pipeline is None:  # whose operations have graphs of their own
             check_graph(config, mesh)
             self.graphed = GraphedMicroBatch(forward_loss, parallelized.model.parameters(), self.autocast_dtype)
         self.bad_steps = self.skipped_steps = 0

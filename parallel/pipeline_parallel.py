@@ -197,10 +197,12 @@ class PipelineRunner:
             if passes.graphs is not None:
                 passes.gradients[key] = passes.graphs.backward(op, gradient)
                 return
-            if op.kind == INPUT:
+            if self.deferred is not None:
                 self.deferred.begin(key)
             if output.requires_grad:  # not so before the first trainable parameter
                 torch.autograd.backward(output, gradient)
+            if self.deferred is not None and op.kind != INPUT:
+                self.deferred.run(key)
         if x is not None:
             passes.gradients[key] = x.grad
 

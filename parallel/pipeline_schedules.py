@@ -1,10 +1,10 @@
 """Pipeline schedules as data: for every rank the operations it runs, in order; nothing here computes or communicates.
 
-GPipe (Huang et al. 2019), 1F1B (Narayanan et al. 2019), interleaved 1F1B (Narayanan et al. 2021) and ZB-H1 (Qi et al.
-2024), whose backward is split into the input's gradient, for which the stage before waits, and the weights' gradient,
-for which nobody does. Differs from the papers: any number of micro-batches. A number that interleaving does not divide
-is scheduled as the next one that it does, less the operations of micro-batches that are not there: what waits for what
-is within one micro-batch, so leaving one out cannot make a deadlock.
+GPipe (Huang et al. 2019), 1F1B (Narayanan et al. 2019), interleaved 1F1B (Narayanan et al. 2021), ZB-H1 and ZB-H2 (Qi
+et al. 2024), whose backward is split into the input's gradient, for which the stage before waits, and the weights'
+gradient, for which nobody does. Differs from the papers: any number of micro-batches. A number that interleaving does
+not divide is scheduled as the next one that it does, less the operations of micro-batches that are not there: what
+waits for what is within one micro-batch, so leaving one out cannot make a deadlock.
 
 Stage s lies on rank s % ranks. `python -m parallel.pipeline_schedules_figure` prints and draws them.
 """
@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from configs.errors import UserError, check_choice, check_positive
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zero_bubble_h2")
+SPLIT_SCHEDULES = ("zero_bubble", "zero_bubble_h2")  # backward is split
 FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"  # B is I and W at once
 
 
@@ -65,7 +66,10 @@ def build_schedule(name: str, ranks: int, micro_batches: int, chunks: int = 1) -
     if name == "interleaved":
         rows: Iterable = (interleaved_row(rank, ranks, micro_batches, chunks) for rank in range(ranks))
     else:
-        make_row = {"gpipe": gpipe_row, "1f1b": one_f_one_b_row, "zero_bubble": zero_bubble_row}[name]
+        make_row = {
+            "gpipe": gpipe_row, "1f1b": one_f_one_b_row, "zero_bubble": zero_bubble_row,
+            "zero_bubble_h2": zero_bubble_h2_row,
+        }[name]  # fmt: skip
         rows = (make_row(rank, ranks, micro_batches) for rank in range(ranks))
     return Schedule(name, ranks, chunks, micro_batches, tuple(tuple(row) for row in rows))
 
@@ -100,16 +104,34 @@ def zero_bubble_row(rank: int, ranks: int, micro_batches: int) -> list[Operation
     On rank r a weight gradient comes r micro-batches after its input gradient. So as many micro-batches are held as
     on 1F1B's first rank, on every rank, and the last ranks have weight gradients left for when the pipeline drains.
     """
-    row: list[Operation] = []
-    weights = [Operation(WEIGHT, rank, index) for index in range(micro_batches)]
-    for op in one_f_one_b_row(rank, ranks, micro_batches):
+    return split_row(one_f_one_b_row(rank, ranks, micro_batches), rank)
+
+
+def zero_bubble_h2_row(rank: int, ranks: int, micro_batches: int) -> list[Operation]:
+    """ZB-H2: as ZB-H1 with twice the forwards before the first backward, and weight gradients twice as late.
+
+    A rank is then busy while the gradient of its first micro-batch comes back, however much longer I lasts than W. As
+    many micro-batches are held as that takes, 2 ranks - 1. What is left is the time until a rank's first input is
+    there, which an update that all ranks take together does not let them make up for.
+    """
+    forwards = [Operation(FORWARD, rank, index) for index in range(micro_batches)]
+    backwards = [Operation(BACKWARD, rank, index) for index in range(micro_batches)]
+    return split_row(in_turn(forwards, backwards, 2 * (ranks - 1 - rank)), 2 * rank)
+
+
+def split_row(row: Iterable[Operation], delay: int) -> list[Operation]:
+    """Each backward pass as an input gradient and, so many micro-batches later or at the end, a weight gradient."""
+    split: list[Operation] = []
+    weights: list[Operation] = []
+    for op in row:
         if op.kind == FORWARD:
-            row.append(op)
+            split.append(op)
             continue
-        row.append(op._replace(kind=INPUT))
-        if op.micro_batch >= rank:
-            row.append(weights.pop(0))
-    return row + weights
+        split.append(op._replace(kind=INPUT))
+        weights.append(op._replace(kind=WEIGHT))
+        if op.micro_batch >= delay:
+            split.append(weights.pop(0))
+    return split + weights
 
 
 def in_turn(forwards: list[Operation], backwards: list[Operation], warm_up: int) -> list[Operation]:

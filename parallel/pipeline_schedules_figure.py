@@ -69,7 +69,7 @@ def draw_panel(panel, simulation: Simulation) -> None:
 
 
 def all_schedules(ranks: int, micro_batches: int) -> list[Schedule]:
-    kinds = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1))
+    kinds = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("zero_bubble_h2", 1))
     return [build_schedule(name, ranks, micro_batches, chunks) for name, chunks in kinds]
 
 

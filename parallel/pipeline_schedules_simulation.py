@@ -161,8 +161,11 @@ def bubble_time(name: str, ranks: int, durations: Durations) -> float:
     """Idle time of a rank by the closed formula, for equal stages, no sending time, and enough micro-batches.
 
     Of a stage: GPipe and 1F1B (P - 1)(F + B), interleaved the same with the shorter F and B of its stages, ZB-H1
-    (P - 1)(F + I - W) as long as that is not negative.
+    (P - 1)(F + I - W) as long as I is not shorter than W, ZB-H2 (P - 1)(F + max(0, I - 2 W)).
     """
+    if name == "zero_bubble_h2":
+        wait = max(0.0, durations.input_gradient - 2 * durations.weight_gradient)
+        return (ranks - 1) * (durations.forward + wait)
     if name == "zero_bubble":
         return (ranks - 1) * (durations.forward + durations.input_gradient - durations.weight_gradient)
     return (ranks - 1) * (durations.forward + durations.of(BACKWARD))

@@ -114,10 +114,11 @@ class Zero1:
         dtype = self.settings.reduce_dtype or bucket.plan.dtype
         flat = torch.empty(bucket.plan.numel, dtype=dtype, device=bucket.flat.device)  # its gaps are nobody's
         filled = []
-        for view, param in zip(bucket.views(flat), bucket.params, strict=True):
+        for index, (view, param) in enumerate(zip(bucket.views(flat), bucket.params, strict=True)):
             if param.grad is None:
                 view.zero_()
             else:
+                bucket.present[index] = True  # of a gradient that no hook has told of, too
                 filled.append((view, param.grad))
         if filled:
             views, gradients = (list(tensors) for tensors in zip(*filled, strict=True))

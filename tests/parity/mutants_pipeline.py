@@ -22,7 +22,7 @@ PIPELINE_MUTANTS = [
     ),
     Mutant(
         "the loss that is back-propagated is not divided", f"{PIPELINE}.accumulate_gradients",
-        "/ max(num_targets, 1)", "/ 1", "pp=2",
+        "/ self.divisor", "/ 1", "pp=2",
     ),
     Mutant(
         "a stage wipes gradients between micro-batches", f"{PIPELINE}.run_stage", "ctx.token_ids = batch.token_ids",
@@ -68,8 +68,8 @@ PIPELINE_MUTANTS = [
         "own, self.mesh, self.axis)", "pp=2", ADAMW64,
     ),
     Mutant(
-        "a weight gradient before its input gradient", f"{ROWS}:zero_bubble_row", "row.append(weights.pop(0))",
-        "row.insert(-1, weights.pop(0))", ZERO_BUBBLE,
+        "a weight gradient before its input gradient", f"{ROWS}:split_row", "split.append(weights.pop(0))",
+        "split.insert(-1, weights.pop(0))", ZERO_BUBBLE,
     ),
     Mutant(
         "weight gradients of rows in another order", f"{DEFERRED}:DeferredGradients.run", "gradients.t(), rows",
