@@ -12,12 +12,13 @@ from llm.args import ModelConfig, ParallelConfig, TrainConfig
 from llm.lora import LoraConfig, apply_lora
 from llm.optimizer import is_hidden_matrix
 from llm.plan_shapes_context import context_shape, tokens_of_rank
-from llm.plan_shapes_pipeline import pipeline_shape, rank_params
+from llm.plan_shapes_pipeline import pipeline_passes, pipeline_shape, rank_params
 from llm.plan_shapes_tensor import tensor_cuts, tensor_messages
 from llm.transformer import Transformer
 from parallel.cost_model_context import context_messages
 from parallel.cost_model_matrices import matrix_messages
 from parallel.cost_model_pipeline import pipeline_messages
+from parallel.cost_model_pipeline_fsdp import pipelined_fsdp_messages
 from parallel.cost_model_tensor import cut_params
 from parallel.cost_model_traffic import DataLayout, Message, Param, Traffic, step_messages, summed
 from parallel.mesh_degrees import Degrees
@@ -94,7 +95,12 @@ def rank_messages(
     if degrees.tp > 1:
         activations += tensor_messages(params, config, layout, place, counts)
         params = cut_params(params, tensor_cuts(params, config))
-    return [*step_messages(params, layout), *matrix_messages(params, layout, place), *activations]
+    if degrees.pp > 1 and layout.is_fsdp:
+        passes = pipeline_passes(config, place_in_pipeline, micro_batches)
+        data = pipelined_fsdp_messages(params, layout, *passes)
+    else:
+        data = step_messages(params, layout)
+    return [*data, *matrix_messages(params, layout, place), *activations]
 
 
 def predicted_traffic(

@@ -2,8 +2,9 @@
 
 from llm.args import TrainConfig
 from llm.parallelize_pipeline import piece_of, stage_pieces
-from parallel.cost_model_pipeline import PipelineShape
+from parallel.cost_model_pipeline import PipelineShape, known_schedule
 from parallel.cost_model_traffic import Param, norm_dtype
+from parallel.pipeline_schedules import Operation
 
 
 def rank_params(params: list[Param], config: TrainConfig, pp_rank: int) -> list[Param]:
@@ -12,6 +13,16 @@ def rank_params(params: list[Param], config: TrainConfig, pp_rank: int) -> list[
     pieces = stage_pieces(config.model, config.data.seq_len, parallel.pp * parallel.pp_chunks)
     own = {piece for stage, part in enumerate(pieces) if stage % parallel.pp == pp_rank for piece in part}
     return [param for param in params if piece_of(param.name, layers) in own]
+
+
+def pipeline_passes(
+    config: TrainConfig, pp_rank: int, micro_batches: int
+) -> tuple[tuple[Operation, ...], dict[int, range]]:
+    """What a rank of the pp axis runs in a step, in order, and the pieces of each of its stages."""
+    parallel = config.parallel
+    schedule = known_schedule(parallel.pp_schedule, parallel.pp, micro_batches, parallel.pp_chunks)
+    pieces = stage_pieces(config.model, config.data.seq_len, schedule.stages)
+    return schedule.table[pp_rank], {stage: pieces[stage] for stage in schedule.stages_of(pp_rank)}
 
 
 def pipeline_shape(params: list[Param], config: TrainConfig, micro_batch_tokens: list[int]) -> PipelineShape:

@@ -95,9 +95,12 @@ def step_messages(params: list[Param], layout: DataLayout) -> list[Message]:
     """Every collective of one optimizer step, in which every trainable parameter has a gradient, in sending order."""
     if layout.ranks == 1:
         return []
-    agreement = Message("all_gather", "dp_cp", "int64", layout.ranks, layout.ranks * 3 * 8, "host")
     kinds = {0: ddp_messages if layout.bucketed else naive_messages, 1: zero1_messages}
-    return [agreement, *kinds.get(layout.zero, fsdp_messages)(params, layout)]
+    return [agreement_on_targets(layout), *kinds.get(layout.zero, fsdp_messages)(params, layout)]
+
+
+def agreement_on_targets(layout: DataLayout) -> Message:
+    return Message("all_gather", "dp_cp", "int64", layout.ranks, layout.ranks * 3 * 8, "host")
 
 
 def step_traffic(params: list[Param], layout: DataLayout) -> list[Traffic]:
