@@ -62,6 +62,7 @@ class Case:
     tie: bool = True
     eps: float = 1e-8  # adamw
     experts: bool = False  # in place of the dense feed-forward
+    layers: int = 2
     gradient_error: float = tolerances.FP64
     parameter_error: float = tolerances.FP64
     norm_error: float = tolerances.FP64
@@ -75,7 +76,7 @@ class Case:
         in_ring = parallel is not None and parallel.cp > 1 and parallel.cp_mode == "ring"
         attention = "eager" if in_ring else "sdpa"  # which has no logsumexp to join blocks by
         model = ModelConfig(
-            vocab_size=VOCAB, max_seq_len=T, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, d_ff=24,
+            vocab_size=VOCAB, max_seq_len=T, d_model=16, num_layers=self.layers, num_heads=4, num_kv_heads=2, d_ff=24,
             qkv_bias=True, qk_norm=True, tie_embeddings=self.tie, attention=attention,
             moe=MoeConfig(num_experts=3, experts_per_token=2, d_ff=10) if self.experts else MoeConfig(),
         )  # fmt: skip
@@ -101,6 +102,7 @@ BF16_ERRORS = {name: tolerances.BF16_GRADIENT for name in FP32_ERRORS}
 SGD64 = Case("sgd in float64")
 SGD64_UNTIED = Case("sgd in float64, untied", tie=False)
 EXPERTS64 = Case("sgd in float64, experts", experts=True)
+DEEP64 = Case("sgd in float64, six blocks", layers=6)
 SGD32 = Case("sgd in float32", dtype="float32", **FP32_ERRORS)
 ADAMW64 = Case("adamw with clipping", optimizer="adamw", clip_norm=0.3, steps=10, parameter_error=tolerances.FP64_ADAMW)
 # An eps above the gradients' rounding: without it m / sqrt(v) would turn the sign of a rounding error into an update.

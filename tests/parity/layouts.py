@@ -74,7 +74,7 @@ DEFAULT_GRID = layouts(
     "cp=2", "cp=3", "cp=2,zero=3", "dp=2,cp=2,cp_mode=all_gather", "cp=4,cp_mode=ulysses", "cp=2,tp=2,zero=1",
     "cp=2,pp=2",
     "pp=2", "pp=2,pp_schedule=interleaved,pp_chunks=2", "pp=2,pp_schedule=zero_bubble", "pp=4,pp_schedule=gpipe",
-    "pp=2,dp=2,zero=1",
+    "pp=2,dp=2,zero=1", "dp=2,pp=2,zero=2", "dp=2,pp=2,zero=3",
 )  # fmt: skip
 SLOW_GRID = layouts(
     "dp=4", "dp=8", "dp=4,ddp_mode=naive", "dp=2,bucket_mb=25", "dp=2,first_bucket_mb=0.0001,bucket_mb=0.0001",
@@ -98,4 +98,13 @@ SLOW_GRID = layouts(
     "pp=2,activation_checkpointing=full", "pp=2,pp_schedule=zero_bubble,activation_checkpointing=full",
     "pp=2,dp=2,zero=1,pp_schedule=interleaved,pp_chunks=2", "pp=3",
     "dp=2,cp=2,pp=2,zero=1", "cp=2,pp=2,pp_schedule=zero_bubble,zero=1", "cp=2,pp=2,cp_mode=ulysses",
+    "dp=2,pp=2,zero=2,reduce_each_micro_batch=true", "dp=2,pp=2,zero=3,reduce_each_micro_batch=false",
+    "dp=2,pp=2,zero=2,pp_schedule=gpipe", "dp=2,pp=2,zero=3,pp_schedule=gpipe",
+    "dp=2,pp=2,zero=2,pp_schedule=interleaved,pp_chunks=2", "dp=2,pp=2,zero=3,pp_schedule=interleaved,pp_chunks=2",
+    "dp=2,pp=2,zero=2,pp_schedule=zero_bubble", "dp=2,pp=2,zero=3,pp_schedule=zero_bubble",
+    "dp=2,pp=4,zero=2", "dp=2,pp=4,zero=3", "dp=2,pp=3,zero=3,pp_schedule=zero_bubble", "dp=3,pp=2,zero=3",
+    "dp=4,pp=2,dp_shard=2,zero=2", "dp=4,pp=2,dp_shard=2,zero=3", "dp=2,pp=2,zero=3,reduce_dtype=bfloat16",
+    "dp=2,pp=2,zero=3,activation_checkpointing=full", "dp=2,pp=2,zero=2,activation_checkpointing=selective",
+    "dp=2,tp=2,pp=2,zero=2", "dp=2,tp=2,pp=2,zero=3", "dp=2,tp=2,pp=2,zero=3,pp_schedule=zero_bubble",
+    "cp=2,pp=2,zero=2", "dp=2,cp=2,pp=2,zero=3", "cp=2,tp=2,pp=2,zero=3", "cp=2,pp=2,zero=3,cp_mode=ulysses",
 )  # fmt: skip

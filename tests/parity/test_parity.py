@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests import tolerances
-from tests.parity.cases import ADAMW64, BF16, CASES, MUON, SGD32, SGD64, make_model
+from tests.parity.cases import ADAMW64, BF16, CASES, DEEP64, MUON, SGD32, SGD64, make_model
 from tests.parity.compare import compare, compare_communication
 from tests.parity.ranks import run_on_pool
 from tests.parity.reference import saved_reference
@@ -50,6 +50,13 @@ def test_layout_matches_one_device_under_accumulation(layout, case, accumulation
     if accumulation in (2, 4) and layout.config().pp == 1:
         pytest.skip("other numbers of micro-batches make other schedules of a pipeline, and of nothing else")
     check(layout, case, accumulation)
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_stages_of_several_blocks_match_one_device(layout, accumulation):
+    if layout.config().pp == 1 or layout.config().zero < 2:
+        pytest.skip("where stages gather blocks, some have to have more than one; elsewhere depth shows nothing new")
+    check(layout, DEEP64, accumulation)
 
 
 @pytest.mark.gpu
