@@ -111,7 +111,8 @@ class PipelineLayout:
             for stage, pieces in self.pieces.items()
         }
         ends = (0, layers + 1)
-        return StageUnits(blocks, frozenset(s for s, pieces in self.pieces.items() if any(p in pieces for p in ends)))
+        with_root = frozenset(stage for stage, pieces in self.pieces.items() if any(end in pieces for end in ends))
+        return StageUnits(blocks, with_root, self.deferred is not None)
 
     @contextmanager
     def whole_model(self, parameters: dict[str, Tensor]) -> Iterator[None]:

@@ -18,15 +18,16 @@ from torch import nn
 
 from parallel.fsdp import Fsdp, FsdpSettings
 from parallel.fsdp_units import FsdpUnit
-from parallel.pipeline_schedules import BACKWARD, FORWARD, WEIGHT, Operation
+from parallel.pipeline_schedules import BACKWARD, FORWARD, INPUT, WEIGHT, Operation
 
 
 @dataclass(frozen=True)
 class StageUnits:
-    """What the stages of a rank run: `blocks[stage]` places among the units; which stages use what is in no block."""
+    """What the stages of a rank run."""
 
-    blocks: dict[int, tuple[int, ...]]
-    with_root: frozenset[int]
+    blocks: dict[int, tuple[int, ...]]  # of each stage: places among the units
+    with_root: frozenset[int]  # stages that use what is in no block
+    are_split: bool = False  # some weight gradients are made after backward, by W or at the end of B
 
 
 class Place(NamedTuple):
@@ -92,8 +93,10 @@ class PipelinedFsdp(Fsdp):
             first.start_gather()
 
     def order_of(self, op: Operation) -> tuple[FsdpUnit, ...]:
-        units = tuple(self.units[index] for index in self.stages.blocks[op.stage])
-        return units if op.kind == FORWARD else units[::-1]
+        return self.units_of(op.stage) if op.kind == FORWARD else self.units_of(op.stage)[::-1]
+
+    def units_of(self, stage: int) -> tuple[FsdpUnit, ...]:
+        return tuple(self.units[index] for index in self.stages.blocks[stage])
 
     def open_root(self) -> None:
         if self.root is not None and self.op is not None and self.op.stage in self.stages.with_root:
@@ -111,13 +114,17 @@ class PipelinedFsdp(Fsdp):
         return unit is self.ahead and unit is self.order[-1]
 
     def gradient_is_there(self, unit: FsdpUnit, param: nn.Parameter) -> None:
-        """In a whole backward pass a block's gradients go as soon as all are there; others wait for the pass's end."""
-        if self.op.kind == BACKWARD and unit is not self.root:
+        """Where backward makes all gradients of a block they go as soon as they are there, else at the pass's end."""
+        if self.takes_at_once and unit is not self.root:
             super().gradient_is_there(unit, param)
+
+    @property
+    def takes_at_once(self) -> bool:
+        return self.op.kind == BACKWARD and not self.stages.are_split
 
     def end_backward(self, unit: FsdpUnit) -> None:
         unit.in_backward, unit.is_reduced = False, True
-        if self.op.kind == BACKWARD:
+        if self.takes_at_once:
             self.take_gradients(unit)
         if self.is_last or not (self.keeps or self.is_needed_next(unit)):
             unit.reshard()
@@ -126,13 +133,15 @@ class PipelinedFsdp(Fsdp):
         """End a pass's units, all of whose gradients there are have been made."""
         if op.kind == FORWARD:
             return
-        for unit in self.order_of(op):
-            if op.kind == WEIGHT:
-                self.take_gradients(unit)
-            elif not unit.is_reduced:
+        units = self.units_of(op.stage)[::-1]
+        for unit in units:
+            if op.kind != WEIGHT and not unit.is_reduced:
                 self.end_backward(unit)
-        makes_gradients = op.kind in (BACKWARD, WEIGHT)
-        if self.root is not None and makes_gradients and op.stage in self.stages.with_root and not self.is_last:
+        if op.kind == INPUT:
+            return
+        for unit in () if self.takes_at_once else units:
+            self.take_gradients(unit)
+        if self.root is not None and op.stage in self.stages.with_root and not self.is_last:
             self.take_gradients(self.root)  # the last ones wait for a tied table's from the other end
 
     def close_micro_batch(self) -> None:

@@ -7,12 +7,13 @@ from tests.parity.layouts import parse_layout
 from tests.parity.mutants import MUTANTS, applied, find_function, mutated_code
 from tests.parity.mutants_context import CONTEXT_MUTANTS
 from tests.parity.mutants_pipeline import PIPELINE_MUTANTS
+from tests.parity.mutants_pipeline_zero import PIPELINE_ZERO_MUTANTS
 from tests.parity.mutants_tensor import TENSOR_MUTANTS
 from tests.parity.ranks import run_on_pool
 from tests.parity.reference import saved_reference
 
 pytestmark = pytest.mark.dist
-EVERY_MUTANT = [*MUTANTS, *TENSOR_MUTANTS, *CONTEXT_MUTANTS, *PIPELINE_MUTANTS]
+EVERY_MUTANT = [*MUTANTS, *TENSOR_MUTANTS, *CONTEXT_MUTANTS, *PIPELINE_MUTANTS, *PIPELINE_ZERO_MUTANTS]
 RUNS = {(m.layout, m.case, m.accumulation): m for m in EVERY_MUTANT if m.layout not in ("dp=1", "dp=2")}
 
 
@@ -40,7 +41,7 @@ def test_there_is_at_least_one_mutant_for_each_kind_of_code():
     expected = {"training_step", "ddp", "ddp_buckets", "sharded_optimizer", "sharded_optimizer_shards", "fsdp"}
     expected |= {"tensor_parallel", "tensor_parallel_gradients", "loss_vocab"}
     expected |= {"context_parallel", "context_parallel_layout", "context_parallel_blocks", "context_parallel_exchange"}
-    expected |= {"parallelize_context"}
+    expected |= {"parallelize_context", "fsdp_units", "fsdp_pipeline", "parallelize_pipeline"}
     assert expected <= {file.rpartition(".")[2] for file in files} and len(EVERY_MUTANT) >= 30
     assert len({mutant.name for mutant in EVERY_MUTANT}) == len(EVERY_MUTANT)
 
