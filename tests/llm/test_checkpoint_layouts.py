@@ -48,7 +48,7 @@ def train_part(mesh, case: Case, parallel: ParallelConfig, steps: range, load=No
     part = Part()
     if load is not None:
         part.state = restore(held, find_checkpoint(load, mesh), mesh)
-    step = TrainingStep(config, mesh, parts, make_forward_loss(parts.model, CrossEntropyLoss(), parts.compile))
+    step = TrainingStep(config, mesh, parts, make_forward_loss(parts.head_model, CrossEntropyLoss(), parts.compile))
     for number in steps:
         taken = step.run(number, micro_batches_of(global_batch(number), rows_of_rank(ROWS, mesh), 1, 0))
         part.losses.append(taken.mean_losses(mesh)[0])
@@ -97,6 +97,9 @@ PAIRS = [
     ("tp=2", "dp=3,zero=3", ADAMW64),
     ("dp=2,zero=1", "tp=4", ADAMW64),
     ("dp=2,tp=2,zero=3", "dp=2,zero=2", ADAMW64),
+    ("dp=2,pp=2,zero=3", "dp=3,zero=1", ADAMW64),
+    ("dp=2,tp=2", "dp=2,pp=2,zero=2", ADAMW64),
+    ("dp=2,pp=2,zero=2", "dp=2,pp=2,zero=3,pp_schedule=zero_bubble", MUON),
 ]
 GRID = ("dp=1", "dp=2", "dp=3,zero=1", "dp=4,zero=1", "dp=2,zero=2", "dp=4,dp_shard=2,zero=2", "dp=3,zero=3",
         "dp=4,zero=3", "dp=4,dp_shard=2,zero=3")  # fmt: skip
@@ -122,7 +125,7 @@ def test_a_run_goes_on_under_another_layout(tmp_path, saved, loaded, case, refer
     goes_on(tmp_path, saved, loaded, case, reference(case))
 
 
-@pytest.mark.parametrize("layout", ["dp=1", "dp=2", "dp=3,zero=1", "dp=3,zero=3"])
+@pytest.mark.parametrize("layout", ["dp=1", "dp=2", "dp=3,zero=1", "dp=3,zero=3", "dp=2,pp=2,zero=3"])
 def test_under_the_same_layout_it_goes_on_bit_for_bit(tmp_path, layout):
     layout = parse_layout(layout)
     uninterrupted = on(layout, ADAMW64, range(STEPS))
@@ -143,7 +146,8 @@ def test_any_layout_goes_on_under_any_other(tmp_path, saved, loaded, reference):
 def test_every_layout_saves_the_same_tensors(tmp_path):
     """Each state once and in full, whoever held it: equal names and shapes, values equal to rounding."""
     saved = {}
-    for number, layout in enumerate(("dp=1", "dp=2", "dp=3,zero=1", "dp=2,zero=2", "dp=4,dp_shard=2,zero=3")):
+    layouts = ("dp=1", "dp=2", "dp=3,zero=1", "dp=2,zero=2", "dp=4,dp_shard=2,zero=3", "dp=2,pp=2,zero=3")
+    for number, layout in enumerate(layouts):
         directory = tmp_path / str(number)
         on(parse_layout(layout), ADAMW64, range(HALF), load=None, save=directory)
         saved[layout] = load_checkpoint(find_checkpoint(directory))[0]
