@@ -31,6 +31,7 @@ from llm.plan_links import links_of
 from llm.training_communication import predict_communication
 from parallel.collectives import all_gather
 from parallel.cost_model import Cluster
+from parallel.cost_model_pipeline import PIPELINE_WAITS
 from parallel.mesh import close_mesh, init_mesh, read_ranks
 
 COLUMNS = (
@@ -60,8 +61,9 @@ def row_of(found: Measured, hardware: Hardware, cluster: Cluster) -> dict[str, A
     for line in found.comm:
         sent[line["axis"]] = sent.get(line["axis"], 0) + line["bytes"]
     step_s = statistics.median(found.seconds)
-    # The ranks' agreement on the number of targets is on the host, which is ahead of the device: no idle time.
-    waits = [line["exposed_seconds"] for line in found.comm if (line["axis"], line["op"]) == ("pp", "exchange")]
+    # The ranks' agreement on the number of targets is on the host, which is ahead of the device: no idle time. The
+    # norm's sum is: there who is done first waits for the last.
+    waits = [line["exposed_seconds"] for line in found.comm if line["axis"] == "pp" and line["op"] in PIPELINE_WAITS]
     own = torch.tensor([sum(waits), statistics.median(found.host_seconds)], dtype=torch.float64)
     waited, host = all_gather(own, mesh, "world").unbind(1)
     return {
@@ -102,6 +104,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seq-len", type=int, default=None)
     parser.add_argument("--attention", default=None)
     parser.add_argument("--compile", default="none", choices=("none", "block"))
+    parser.add_argument("--graph", action="store_true", help="pipelines' operations as CUDA graphs")
     parser.add_argument("--kernels", default=None, choices=("plain", "fused"))
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--warmup", type=int, default=3)
@@ -122,7 +125,7 @@ def main() -> None:
     kernels = args.kernels or ("fused" if on_gpu else "plain")
     bench = Bench(
         load_model_config(name), mesh, batch, seq_len, kernels, args.attention or ("triton" if on_gpu else "eager"),
-        args.compile,
+        args.compile, args.graph,
     )  # fmt: skip
     torch.set_float32_matmul_precision("high" if on_gpu else "highest")
     hardware = detect_hardware(HardwareConfig(), mesh.device, dtype=bench.dtype)
@@ -132,6 +135,7 @@ def main() -> None:
     known = facts(hardware, bench.dtype) | {
         "ranks": mesh.world_size, "backend": mesh.backend, "model": name, "kernels": kernels, "seq_len": seq_len,
         "sequences": batch * mesh.world_size, "attention": bench.attention, "compile": args.compile,
+        "graph": args.graph,
     }  # fmt: skip
     texts = args.layouts.split() if args.layouts else default_layouts(mesh.world_size, batch)
     if mesh.is_main:

@@ -39,6 +39,7 @@ class Bench:
     kernels: str
     attention: str
     compile: str
+    graph: bool = False  # of pipelines: operations as CUDA graphs
 
     @property
     def dtype(self) -> str:
@@ -58,6 +59,7 @@ class Bench:
             raise UserError(f"{text}: dp={degrees.dp} must divide the {self.sequences} sequences of the global batch")
         on_gpu = self.mesh.device.type == "cuda"
         kernels = KernelsConfig(fused=True) if self.kernels == "fused" else KernelsConfig(optimizer=on_gpu)
+        kernels = replace(kernels, cuda_graph=self.graph and degrees.pp > 1)
         config = TrainConfig(
             name="benchmark", dtype=self.dtype, model=replace(self.model, attention=self.attention),
             micro_batch_size=micro or self.sequences // degrees.dp, compile=self.compile,

@@ -1,244 +1,204 @@
 """Pipeline schedules beside torch.distributed.pipelining: forward and backward of one step, no optimizer.
 
-A rank's idle share is what its step lasts beyond the dearest rank's work on inputs that are there already. Predicted is
-the same from FLOPs alone (parallel/cost_model_pipeline over llm's stage_costs), so it knows no messages and no
-overheads. Steps of all contestants alternate; all must agree on the loss. The last line is one JSON document.
+Of every schedule, for each shape of its micro-batches (rows x number): the step's seconds beside the cost model's; a
+rank's idle share, measured as what is left of the step beside its operations, each timed where it runs, and by the
+formula, which is the schedule's table run with those operations' medians; and what is left of 1F1B's idle time. Where
+the host issues the operations for as long as the step lasts, the row says so: its operations wait for their launches,
+and no formula knows of it. All contestants must agree on the loss. The last line is one JSON document.
 
     torchrun --nproc-per-node=2 -m bench_mark.bench_mark_pp                       # gloo on CPUs, nccl on GPUs
-    torchrun --nproc-per-node=4 -m bench_mark.bench_mark_pp --model 1b --micro-batches 4,16
+    torchrun --nproc-per-node=2 -m bench_mark.bench_mark_pp --model 1b --layers 17 --shapes 1x8,2x8
 """
 
 import argparse
-import copy
+import gc
 import json
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
 
-from bench_mark.bench_mark_model import SHAPES, load_model_config
+from bench_mark.bench_mark_model import SHAPES
 from bench_mark.bench_mark_model_report import facts
+from bench_mark.bench_mark_pp_contestants import Bench, Contestant, Times, medians
 from configs.run_dir import write_json_atomic
-from llm.args import DataConfig, HardwareConfig, ParallelConfig, TrainConfig
-from llm.data_loader import Batch
-from llm.hardware import detect_hardware
-from llm.loss import CrossEntropyLoss
-from llm.parallelize import Parallelized, make_forward_loss, parallelize
-from llm.parallelize_pipeline import stage_costs, stage_pieces
-from llm.transformer import Transformer
-from llm.transformer_context import make_context
-from llm.transformer_init import initialise
-from parallel.collectives import all_reduce_max, all_reduce_sum, barrier
-from parallel.cost_model_pipeline import PipelineShape, predict_pipeline
+from llm.args import HardwareConfig
+from llm.hardware import Hardware, detect_hardware
+from llm.plan_links import links_of
+from llm.plan_shapes import meta_params
+from llm.plan_time_layouts import Machine, layout_time
+from parallel.collectives import all_gather_json, all_reduce_max, all_reduce_sum, barrier
+from parallel.cost_model import Cluster
 from parallel.mesh import Mesh, close_mesh, init_mesh, read_ranks
 from parallel.mesh_degrees import Degrees
-from parallel.pipeline_schedules_simulation import Durations
+from parallel.pipeline_schedules import build_schedule
+from parallel.pipeline_schedules_simulation import Durations, simulate
 
-OURS = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1))
-COLUMNS = f"{'variant':20} {'m':>3} {'step':>10} {'idle predicted':>15} {'idle measured':>14} {'ratio':>6} {'loss':>10}"
-
-
-@dataclass
-class Contestant:
-    """One way to run a step: `step()` returns the loss on the last rank and 0.0 elsewhere."""
-
-    name: str
-    micro_batches: int
-    step: Callable[[], float]
-    predicted_idle: float | None
-    work: Callable[[], None] | None  # this rank's stages on inputs that are there
+EAGER = "gpipe 1f1b interleaved zero_bubble zero_bubble_h2"
+GRAPHS = "1f1b zero_bubble zero_bubble_h2"
+COLUMNS = (
+    f"{'variant':22} {'batch':>6} {'predicted':>10} {'measured':>10} {'ratio':>6} {'idle said':>9} {'formula':>8} "
+    f"{'measured':>8} {'ratio':>6} {'of 1f1b':>8} {'loss':>9}  bound"
+)
+HOST_BOUND = 0.95  # of a step's seconds in which the host still issues it
+LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
 
 
-class TorchStage(nn.Module):
-    """A stage of ours as torch's pipelining takes it."""
-
-    def __init__(self, stage: Transformer, dtype: torch.dtype | None):
-        super().__init__()
-        self.stage, self.dtype = stage, dtype
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, self.dtype, enabled=self.dtype is not None):
-            return self.stage(x, make_context(x))
-
-
-class Bench:
-    """What all contestants share: one model, one batch cut into micro-batches."""
-
-    def __init__(self, args: argparse.Namespace, mesh: Mesh):
-        self.mesh, self.model = mesh, load_model_config(args.model)
-        shape = SHAPES[args.model]
-        self.rows, self.seq_len = args.micro_batch or shape[0], args.seq_len or shape[1]
-        self.dtype = "bfloat16" if mesh.device.type == "cuda" else "float32"
-        self.autocast_dtype = torch.bfloat16 if mesh.device.type == "cuda" else None
-
-    def config(self, schedule: str, chunks: int) -> TrainConfig:
-        parallel = ParallelConfig(dp=1, pp=self.mesh.size("pp"), pp_schedule=schedule, pp_chunks=chunks)
-        data = DataConfig(seq_len=self.seq_len)
-        return TrainConfig(name="bench", model=self.model, data=data, parallel=parallel, dtype=self.dtype)
-
-    @cached_property
-    def initial(self) -> Transformer:
-        """The weights that all start from, on the CPU: drawing them takes seconds."""
-        model = Transformer(self.model)
-        initialise(model, seed=0)
-        return model
-
-    def parts(self, schedule: str, chunks: int) -> Parallelized:
-        config, model = self.config(schedule, chunks), copy.deepcopy(self.initial)
-        return parallelize(model.to(self.mesh.device), config, self.mesh)
-
-    def batch(self, micro_batches: int) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(0)
-        shape = (2, micro_batches * self.rows, self.seq_len)
-        ids = torch.randint(0, self.model.vocab_size, shape, generator=generator)
-        return tuple(ids.to(self.mesh.device).unbind())
-
-    def predicted_idle(self, schedule: str, chunks: int, micro_batches: int) -> float:
-        """The share of the step that the dearest rank does not work, from FLOPs."""
-        ranks = self.mesh.size("pp")
-        costs = stage_costs(self.model, self.seq_len)
-        scale = [sum(costs[piece] for piece in part) for part in stage_pieces(self.model, self.seq_len, ranks * chunks)]
-        tokens = (self.rows * self.seq_len,) * micro_batches
-        shape = PipelineShape(ranks, schedule, chunks, tokens, self.model.d_model, "float32")
-        total = predict_pipeline(shape, Durations(), scale).total
-        return 1 - micro_batches * 3 * max(sum(scale[rank::ranks]) for rank in range(ranks)) / total
-
-    def ours(self, schedule: str, chunks: int, micro_batches: int) -> Contestant:
-        parts = self.parts(schedule, chunks)
-        forward_loss = make_forward_loss(parts.head_model, CrossEntropyLoss(), "none")
-        ids, targets = self.batch(micro_batches)
-        pairs = zip(ids.split(self.rows), targets.split(self.rows), strict=True)
-        batches = [Batch(*pair, self.rows * self.seq_len) for pair in pairs]
-
-        def step() -> float:
-            loss, _ = parts.pipeline.accumulate_gradients(batches, ids.numel(), forward_loss)
-            parts.model.zero_grad()
-            return float(loss) / ids.numel()
-
-        def work() -> None:
-            for batch in batches:
-                for stage, model in parts.pipeline.models.items():
-                    is_first = model.embedding is not None
-                    x = None if is_first else parts.pipeline.boundary(batch).normal_().requires_grad_()
-                    if model.output is not None:
-                        with parts.pipeline.autocast():
-                            forward_loss(batch, x).loss_sum.backward()
-                        continue
-                    out = parts.pipeline.run_stage(stage, x, batch)
-                    out.backward(torch.ones_like(out))
-            parts.model.zero_grad()
-
-        timed = work if schedule != "zero_bubble" else None  # its backward leaves W to the schedule
-        return Contestant(schedule, micro_batches, step, self.predicted_idle(schedule, chunks, micro_batches), timed)
-
-    def torchs(self, name: str, micro_batches: int) -> Contestant:
-        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-
-        parts = self.parts("1f1b", 1)  # the same cut and weights
-        rank, ranks = self.mesh.rank_in("pp"), self.mesh.size("pp")
-        module = TorchStage(parts.pipeline.models[rank], self.autocast_dtype)
-        stage = PipelineStage(module, rank, ranks, self.mesh.device, group=self.mesh.group("pp"))
-        ids, targets = self.batch(micro_batches)
-
-        def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-            return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum") / ids.numel()
-
-        kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[name]
-        schedule = kind(stage, micro_batches, loss_fn=loss_of, scale_grads=False)
-
-        def step() -> float:
-            losses: list[Tensor] = []
-            given = {"target": targets, "losses": losses} if rank == ranks - 1 else {}
-            schedule.step(*([ids] if rank == 0 else []), **given)
-            module.zero_grad()
-            return float(torch.stack(losses).detach().sum()) if losses else 0.0
-
-        return Contestant(f"torch {name}", micro_batches, step, None, None)
+def measure(contestant: Contestant, shape: tuple[int, int], mesh: Mesh, args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of steps that all ranks begin together, and on every rank those of their operations and of the host."""
+    tracer, seconds, host, times = contestant.tracer, [], [], []
+    for turn in range(args.warmup + args.steps):
+        synchronise(mesh)
+        barrier(mesh, "pp")
+        began = time.perf_counter()
+        loss = contestant.step(*shape)
+        synchronise(mesh)
+        own = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
+        taken = float(all_reduce_max(own, mesh, "pp"))
+        found: Times = tracer.drain() if tracer is not None else {}
+        if turn >= args.warmup:
+            seconds.append(taken)
+            host.append(0.0 if tracer is None else tracer.issued - began)
+            times.append(found)
+    total = float(all_reduce_sum(torch.tensor(loss, dtype=torch.float64), mesh, "pp"))
+    busy = [sum(map(sum, step.values())) for step in times]
+    own = {"busy_s": statistics.median(busy), "host_s": statistics.median(host), "operations_s": medians(times)}
+    ranks = all_gather_json(own, mesh, "pp")
+    return {"step_s": statistics.median(seconds), "seconds": seconds, "loss": total, "by_rank": ranks}
 
 
-def seconds_of(call: Callable[[], Any], mesh: Mesh) -> tuple[float, Any]:
-    """Seconds until all ranks are done, and this rank's result."""
-    barrier(mesh, "pp")
-    began = time.perf_counter()
-    result = call()
+def synchronise(mesh: Mesh) -> None:
     if mesh.device.type == "cuda":
         torch.cuda.synchronize()
-    own = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
-    return float(all_reduce_max(own, mesh, "pp")), result
 
 
-def measure(contestants: list[Contestant], mesh: Mesh, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Steps of all contestants in turn, and of our stages alone between them."""
-    seconds: dict[int, list[float]] = {index: [] for index in range(len(contestants))}
-    alone: dict[int, list[float]] = {index: [] for index in range(len(contestants))}
-    losses: dict[int, float] = {}
-    for turn in range(args.warmup + args.steps):
-        for index, contestant in enumerate(contestants):
-            taken, losses[index] = seconds_of(contestant.step, mesh)
-            if turn >= args.warmup:
-                seconds[index].append(taken)
-            if contestant.work is not None:
-                taken, _ = seconds_of(contestant.work, mesh)
-                if turn >= args.warmup:
-                    alone[index].append(taken)
-    rows = []
-    work_s = {c.micro_batches: statistics.median(alone[i]) for i, c in enumerate(contestants) if c.name == "1f1b"}
-    for index, contestant in enumerate(contestants):
-        step_s = statistics.median(seconds[index])
-        own = statistics.median(alone[index]) if alone[index] else work_s[contestant.micro_batches]
-        idle, predicted = 1 - own / step_s, contestant.predicted_idle
-        loss = float(all_reduce_sum(torch.tensor(losses[index], dtype=torch.float64), mesh, "pp"))
-        rows.append({
-            "variant": contestant.name, "micro_batches": contestant.micro_batches, "step_s": step_s,
-            "predicted_idle": predicted, "idle": idle, "ratio": None if not predicted else idle / predicted,
-            "loss": loss, "seconds": seconds[index],
-        })  # fmt: skip
-    return rows
+def row_of(
+    contestant: Contestant, shape: tuple[int, int], found: dict[str, Any], machine: Machine, ranks: int
+) -> dict[str, Any]:
+    """What was measured beside the prediction and the formula; torch's operations are not known, so neither is."""
+    row = {"variant": contestant.name, "rows": shape[0], "micro_batches": shape[1], **found}
+    row |= dict.fromkeys(("predicted_step_s", "predicted_idle", "formula_idle", "idle", "idle_s"))
+    host = max(rank["host_s"] for rank in found["by_rank"])
+    row["bound"] = "–" if contestant.tracer is None else "host" if host > HOST_BOUND * found["step_s"] else "device"
+    if contestant.tracer is None:
+        return row
+    config = contestant.config(*shape)
+    simulation = layout_time(config, meta_params(config.model), machine, ranks).simulation
+    idle = found["step_s"] - sum(rank["busy_s"] for rank in found["by_rank"]) / ranks
+    row |= {"predicted_step_s": simulation.total, "predicted_idle": simulation.bubble}
+    schedule = build_schedule(contestant.schedule, ranks, shape[1], contestant.chunks)
+    formula = simulate(schedule, stage_durations(found["by_rank"], schedule.stages)).bubble
+    return row | {"formula_idle": formula, "idle": idle / found["step_s"], "idle_s": idle}
 
 
-def show(row: dict[str, Any]) -> str:
-    predicted, ratio = ("–" if row[key] is None else f"{row[key]:.3f}" for key in ("predicted_idle", "ratio"))
+def stage_durations(by_rank: list[dict[str, Any]], stages: int) -> list[Durations]:
+    """Of each stage the medians of its operations; a backward pass in one counts as its input part."""
+    seconds = {kind: value for rank in by_rank for kind, value in rank["operations_s"].items()}
+
+    def of(kind: str, stage: int) -> float:
+        return seconds.get(f"{kind}{stage}", 0.0)
+
+    return [Durations(of("F", s), of("B", s) + of("I", s), of("W", s)) for s in range(stages)]
+
+
+def show(row: dict[str, Any], idle_1f1b_s: float | None) -> str:
+    def number(value: float | None, spec: str, width: int) -> str:
+        return f"{'–' if value is None else format(value, spec):>{width}}"
+
+    said, idle = row["predicted_step_s"], row["idle"]
+    step_ratio = None if said is None else row["step_s"] / said
+    idle_ratio = None if not row["formula_idle"] else idle / row["formula_idle"]
+    of_1f1b = None if idle_1f1b_s is None or row["idle_s"] is None else row["idle_s"] / idle_1f1b_s
+    milliseconds = (None if value is None else value * 1e3 for value in (said, row["step_s"]))
+    said_ms, step_ms = (number(value, ".1f", 7) for value in milliseconds)
     return (
-        f"{row['variant']:20} {row['micro_batches']:>3} {row['step_s'] * 1e3:>7.1f} ms {predicted:>15} "
-        f"{row['idle']:>14.3f} {ratio:>6} {row['loss']:>10.5f}"
+        f"{row['variant']:22} {row['rows']:>2}x{row['micro_batches']:<3} {said_ms} ms {step_ms} ms "
+        f"{number(step_ratio, '.2f', 6)} {number(row['predicted_idle'], '.3f', 9)} "
+        f"{number(row['formula_idle'], '.3f', 8)} {number(idle, '.3f', 8)} {number(idle_ratio, '.2f', 6)} "
+        f"{number(of_1f1b, '.2f', 8)} {row['loss']:>9.5f}  {row['bound']}"
     )
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="mew-1m", choices=sorted(SHAPES))
-    parser.add_argument("--micro-batches", default="2,8")
-    parser.add_argument("--micro-batch", type=int, default=None)
+    parser.add_argument("--layers", type=int, default=None, help="another number of blocks, to even out the stages")
+    parser.add_argument("--shapes", default=None, help="rows x micro-batches, such as 1x8,2x8")
     parser.add_argument("--seq-len", type=int, default=None)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--eager", default=EAGER, help="schedules run operation by operation")
+    parser.add_argument("--graphs", default=None, help="schedules run as CUDA graphs; on a GPU a few")
+    parser.add_argument("--torchs", default="gpipe 1f1b")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", default=None)
-    args = parser.parse_args()
-    mesh = init_mesh(args.device, degrees=Degrees(pp=read_ranks()[1]))
-    if mesh.world_size == 1:
+    return parser.parse_args()
+
+
+def makers(bench: Bench, args: argparse.Namespace) -> list[Any]:
+    """Functions that build the contestants, one at a time: each holds a model."""
+    graphs = args.graphs if args.graphs is not None else GRAPHS if bench.mesh.device.type == "cuda" else ""
+    chosen = [(name, False) for name in args.eager.split()] + [(name, True) for name in graphs.split()]
+    ours = [
+        lambda name=name, graph=graph: bench.ours(name, 2 if name == "interleaved" else 1, graph)
+        for name, graph in chosen
+    ]
+    return ours + [lambda name=name: bench.torchs(name) for name in args.torchs.split()]
+
+
+def run_all(bench: Bench, args: argparse.Namespace, machine: Machine) -> list[dict[str, Any]]:
+    """Every contestant over every shape; rows are printed as they come."""
+    shapes = [tuple(map(int, text.split("x"))) for text in (args.shapes or "").split(",") if text]
+    shapes = shapes or [(bench.default_rows, count) for count in (2, 8)]
+    rows, idle_1f1b = [], {}
+    for make in makers(bench, args):
+        contestant = make()
+        for shape in shapes:
+            row = row_of(
+                contestant, shape, measure(contestant, shape, bench.mesh, args), machine, bench.mesh.size("pp")
+            )
+            if contestant.schedule == "1f1b" and row["idle_s"] is not None:
+                idle_1f1b[shape] = row["idle_s"]
+            row["of_1f1b"] = row["idle_s"] and row["idle_s"] / idle_1f1b[shape] if shape in idle_1f1b else None
+            rows.append(row)
+            if bench.mesh.is_main:
+                print(show(row, idle_1f1b.get(shape)), flush=True)
+        del contestant
+        gc.collect()
+        if bench.mesh.device.type == "cuda":
+            torch.cuda.empty_cache()
+    return rows
+
+
+def main() -> None:
+    args = arguments()
+    if read_ranks()[1] == 1:
         print("a pipeline needs two ranks or more: torchrun --nproc-per-node=2 -m bench_mark.bench_mark_pp")
         return
-    bench = Bench(args, mesh)
-    contestants = []
-    for count in map(int, args.micro_batches.split(",")):
-        contestants += [bench.ours(schedule, chunks, count) for schedule, chunks in OURS]
-        contestants += [bench.torchs(name, count) for name in ("gpipe", "1f1b")]
-    rows = measure(contestants, mesh, args)
+    mesh = init_mesh(args.device, degrees=Degrees(pp=read_ranks()[1]))
+    bench = Bench(mesh, args.model, args.layers, args.seq_len)
+    torch.set_float32_matmul_precision("high" if mesh.device.type == "cuda" else "highest")
+    hardware: Hardware = detect_hardware(HardwareConfig(), mesh.device, dtype=bench.dtype)
+    cluster: Cluster | None = links_of(hardware, mesh)
+    assert cluster is not None, f"the links of {hardware.description!r} are not known; add them to configs/hardware"
+    known = facts(hardware, bench.dtype) | {
+        "ranks": mesh.world_size, "backend": mesh.backend, "model": args.model, "layers": bench.model.num_layers,
+        "seq_len": bench.seq_len, "attention": bench.model.attention,
+    }  # fmt: skip
     if mesh.is_main:
-        hardware = detect_hardware(HardwareConfig(), mesh.device, dtype=bench.dtype)
-        known = facts(hardware, bench.dtype) | {"model": args.model, "ranks": mesh.world_size, "backend": mesh.backend}
-        print(" · ".join(str(known[key]) for key in ("hardware", "dtype", "torch", "commit", "model", "ranks")))
-        print(COLUMNS, *map(show, rows), sep="\n")
-        device = mesh.device.type
-        write_json_atomic(args.out or f"bench_mark/results/pp_{device}.json", known | {"rows": rows})
+        keys = ("hardware", "dtype", "torch", "commit", "model", "layers", "seq_len", "ranks")
+        print(" · ".join(str(known[key]) for key in keys))
+        print(COLUMNS, flush=True)
+    rows = run_all(bench, args, Machine(hardware.device, hardware.rates, cluster))
+    if mesh.is_main:
+        write_json_atomic(args.out or f"bench_mark/results/pp_{mesh.device.type}.json", known | {"rows": rows})
         print(json.dumps(known | {"rows": rows}))
+    by_shape: dict[int, list[float]] = {}
+    for row in rows:
+        by_shape.setdefault(row["rows"] * row["micro_batches"], []).append(row["loss"])
+    apart = max(max(losses) - min(losses) for losses in by_shape.values())
+    assert apart < LOSS_TOLERANCE[bench.dtype], f"losses differ by {apart:.1e} > {LOSS_TOLERANCE[bench.dtype]}"
     close_mesh(mesh)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from llm.args import TrainConfig
 from llm.plan_shapes import meta_params, predicted_traffic
+from parallel.cost_model_pipeline import PIPELINE_WAITS
 from parallel.mesh import Mesh
 
 STEP, OTHER = "step", "other"
@@ -48,7 +49,7 @@ class Communication:
                 sums = self.sums.setdefault(line["axis"], dict.fromkeys(SUMMED, 0))
                 for field in SUMMED:
                     sums[field] += line[field]
-                if (line["axis"], line["op"]) == ("pp", "exchange"):
+                if line["axis"] == "pp" and line["op"] in PIPELINE_WAITS:
                     self.waited_s += line["exposed_seconds"]
 
     def written(self) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from parallel.pipeline_schedules_program import Exchange, program_of
 from parallel.pipeline_schedules_simulation import Durations, Simulation, simulate
 
 AXIS = "pp"
+PIPELINE_WAITS = ("exchange", "all_reduce_sum")  # in which a rank waits for other stages: messages, and the norm
 
 
 @lru_cache(maxsize=256)

@@ -1,0 +1,183 @@
+"""What bench_mark_pp sets beside each other: our schedules, operation by operation or as CUDA graphs, and torch's.
+
+All run the same blocks with the same kernels and the same fused loss over the same cut of the model; torch's stages are
+ours, driven by torch.distributed.pipelining.
+"""
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bench_mark.bench_mark_model import SHAPES, load_model_config
+from llm.args import DataConfig, KernelsConfig, ParallelConfig, TrainConfig
+from llm.data_loader import Batch
+from llm.parallelize import Parallelized, make_forward_loss, parallelize
+from llm.transformer import Transformer
+from llm.transformer_context import make_context
+from llm.transformer_init import initialise
+from llm.transformer_kernels import make_loss
+from parallel.mesh import Mesh
+from parallel.pipeline_schedules import Operation
+
+Times = dict[str, list[float]]  # seconds of each operation of a kind and stage, "F0"
+
+
+@dataclass
+class Contestant:
+    """One way to run a step; `step(rows, micro_batches)` returns the loss on the last rank and 0.0 elsewhere."""
+
+    name: str
+    schedule: str
+    chunks: int
+    step: Callable[[int, int], float]
+    tracer: "Tracer | None" = None
+    config: Callable[[int, int], TrainConfig] | None = None  # what is predicted, by rows and micro-batches
+
+
+@dataclass
+class Tracer:
+    """Times each operation of a step where it runs, its message being there: PipelineRunner.observe."""
+
+    device: torch.device
+    issued: float = 0.0  # when the host had issued the last one
+    spans: list[tuple[Operation, Any, Any]] = field(default_factory=list)
+
+    @contextmanager
+    def __call__(self, op: Operation) -> Iterator[None]:
+        began = self.mark()
+        yield
+        self.spans.append((op, began, self.mark()))
+        self.issued = time.perf_counter()
+
+    def mark(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def drain(self) -> Times:
+        """The seconds since the last call; the device is done with them."""
+        times: Times = {}
+        for op, began, ended in self.spans:
+            seconds = ended - began if self.device.type != "cuda" else began.elapsed_time(ended) / 1e3
+            times.setdefault(f"{op.kind}{op.stage}", []).append(seconds)
+        self.spans = []
+        return times
+
+
+class TorchStage(nn.Module):
+    """A stage of ours as torch's pipelining takes it: the last one ends at the states that the loss reads."""
+
+    def __init__(self, stage: Transformer, dtype: torch.dtype | None):
+        super().__init__()
+        self.stage, self.dtype = stage, dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, self.dtype, enabled=self.dtype is not None):
+            return self.stage.hidden_states(x, make_context(x))
+
+
+class Bench:
+    """What all contestants share: one model with its weights, and batches by their shape."""
+
+    def __init__(self, mesh: Mesh, model: str, layers: int | None, seq_len: int | None):
+        self.mesh, config = mesh, load_model_config(model)
+        on_gpu = mesh.device.type == "cuda"
+        attention = "triton" if on_gpu else config.attention
+        self.model = replace(config, attention=attention, num_layers=layers or config.num_layers)
+        self.default_rows, self.seq_len = SHAPES[model][0], seq_len or SHAPES[model][1]
+        self.dtype, self.autocast_dtype = ("bfloat16", torch.bfloat16) if on_gpu else ("float32", None)
+        self.kernels = KernelsConfig(fused=on_gpu)
+
+    def config(self, schedule: str, chunks: int, graph: bool, rows: int, micro_batches: int) -> TrainConfig:
+        parallel = ParallelConfig(dp=1, pp=self.mesh.size("pp"), pp_schedule=schedule, pp_chunks=chunks)
+        return TrainConfig(
+            name="bench", model=self.model, data=DataConfig(seq_len=self.seq_len), parallel=parallel, dtype=self.dtype,
+            kernels=replace(self.kernels, cuda_graph=graph), micro_batch_size=rows,
+            global_batch_tokens=rows * micro_batches * self.seq_len,
+        )  # fmt: skip
+
+    @cached_property
+    def initial(self) -> Transformer:
+        """The weights that all start from: drawing a billion of them by name takes seconds."""
+        model = Transformer(self.model)
+        initialise(model, seed=0)
+        return model
+
+    def parts(self, config: TrainConfig) -> Parallelized:
+        return parallelize(copy.deepcopy(self.initial).to(self.mesh.device), config, self.mesh)
+
+    def batch(self, rows: int, micro_batches: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        shape = (2, micro_batches * rows, self.seq_len)
+        ids = torch.randint(0, self.model.vocab_size, shape, generator=generator)
+        return tuple(ids.to(self.mesh.device).unbind())
+
+    def ours(self, schedule: str, chunks: int, graph: bool) -> Contestant:
+        parts = self.parts(self.config(schedule, chunks, graph, 1, 1))
+        forward_loss = make_forward_loss(parts.head_model, make_loss(self.kernels, 0.0), "none")
+        tracer = parts.pipeline.runner.observe = Tracer(self.mesh.device)
+
+        def step(rows: int, micro_batches: int) -> float:
+            ids, targets = self.batch(rows, micro_batches)
+            pairs = zip(ids.split(rows), targets.split(rows), strict=True)
+            batches = [Batch(*pair, rows * self.seq_len) for pair in pairs]
+            loss, _ = parts.pipeline.accumulate_gradients(batches, ids.numel(), forward_loss)
+            parts.model.zero_grad()
+            return float(loss) / ids.numel()
+
+        def config(rows: int, micro_batches: int) -> TrainConfig:
+            return self.config(schedule, chunks, graph, rows, micro_batches)
+
+        return Contestant(f"{schedule}{' graph' if graph else ''}", schedule, chunks, step, tracer, config)
+
+    def torchs(self, name: str) -> Contestant:
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+        parts = self.parts(self.config("1f1b", 1, False, 1, 1))  # the same cut and weights
+        rank, ranks = self.mesh.rank_in("pp"), self.mesh.size("pp")
+        own, loss = parts.pipeline.models[rank], make_loss(self.kernels, 0.0)
+        module = TorchStage(own, self.autocast_dtype)
+        boundary = parts.pipeline.boundary
+        kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[name]
+
+        def step(rows: int, micro_batches: int) -> float:
+            ids, targets = self.batch(rows, micro_batches)
+            one = Batch(ids[:rows], targets[:rows], 0)
+            # Shapes given: torch would find them by running the stages on meta tensors, which no kernel takes.
+            states = boundary(one).requires_grad_()
+            given = (one.token_ids,) if rank == 0 else (states,)
+            stage = PipelineStage(
+                module, rank, ranks, self.mesh.device, input_args=given, output_args=(states,),
+                group=self.mesh.group("pp"),
+            )  # fmt: skip
+
+            def loss_of(states: Tensor, targets: Tensor) -> Tensor:
+                with torch.autocast(states.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None):
+                    if self.kernels.uses("loss"):
+                        return loss(states, own.output, targets).loss_sum / ids.numel()
+                    return loss(own.output(states), targets).loss_sum / ids.numel()
+
+            schedule = kind(stage, micro_batches, loss_fn=loss_of, scale_grads=False)
+            losses: list[Tensor] = []
+            options = {"target": targets, "losses": losses} if rank == ranks - 1 else {}
+            schedule.step(*([ids] if rank == 0 else []), **options)
+            module.zero_grad()
+            return float(torch.stack(losses).detach().sum()) if losses else 0.0
+
+        return Contestant(f"torch {name}", name, 1, step)
+
+
+def medians(steps: list[Times]) -> dict[str, float]:
+    """The median seconds of each kind of operation over all steps."""
+    kinds = {kind for times in steps for kind in times}
+    return {kind: statistics.median(s for times in steps for s in times.get(kind, [])) for kind in sorted(kinds)}
