@@ -23,6 +23,8 @@ from parallel.sharded_checkpoint import Save, make_partial, publish
 from parallel.sharded_checkpoint_files import MAX_FILE_BYTES, Index
 from parallel.sharded_checkpoint_manifest import manifest_of, step_path
 
+UNKNOWN_SEQ_LEN = 1024  # evaluated at so many positions, or at all of a model that has fewer
+
 
 def write_checkpoint(source: HfSource, directory: str | Path, dtype: torch.dtype | None = None) -> Path:
     """Write `directory`/step_00000000 and return it; `dtype` None keeps each tensor's own.
@@ -58,14 +60,29 @@ def check_tokenizer(source: HfSource) -> dict[str, bytes]:
 
 
 def state_of(source: HfSource) -> dict[str, Any]:
-    """state.json: the config that loading needs, and what evaluation would take from a run's own data section."""
-    data = asdict(DataConfig("", "", seq_len=min(source.config.max_seq_len, 1024)))
+    """state.json: the config that loading needs, and what evaluation would take from a run's own data section.
+
+    Where the training window is not known, data.seq_len is a guess, and `imported` keeps that it was not known.
+    """
+    seq_len = source.training_seq_len or min(source.config.max_seq_len, UNKNOWN_SEQ_LEN)
+    data = asdict(DataConfig("", "", seq_len=seq_len))
     return {
         "step": 0,
         "tokens_seen": 0,
         "config": {"model": asdict(source.config), "data": data},
-        "imported": {"from": source.where, "family": source.family},
+        "imported": {
+            "from": source.where,
+            "family": source.family,
+            "training_seq_len": source.training_seq_len,
+        },
     }
+
+
+def training_seq_len_of(state: dict[str, Any]) -> int | None:
+    """The window that a checkpoint was trained with; None for an import that does not know it. `state`: state.json."""
+    if "imported" in state:
+        return state["imported"].get("training_seq_len")
+    return state["config"].get("data", {}).get("seq_len")
 
 
 def write_tensors(directory: Path, tensors: Named) -> Index:

@@ -46,6 +46,8 @@ FIXED = {
     "decoder_sparse_step": (None, 1),
     "shared_expert_intermediate_size": (None, 0),
 }
+TRAINING_SEQ_LEN = "training_seq_len"  # ours alone: positions that the model may take (max_position_embeddings) and the
+# window that it has seen differ, and evaluation uses the second; transformers and vLLM keep or drop the field unread
 
 
 def read_config(value: Any, where: str) -> tuple[ModelConfig, str]:
@@ -100,6 +102,19 @@ def model_config(value: dict[str, Any], family: str, where: str) -> ModelConfig:
         tie_embeddings=bool(value.get("tie_word_embeddings", False)),
         moe=read_moe(value, family),
     )
+
+
+def read_training_seq_len(value: dict[str, Any], config: ModelConfig, where: str) -> int | None:
+    """The training window of a config.json that we wrote, None in any other; UserError where it cannot be one."""
+    seq_len = value.get(TRAINING_SEQ_LEN)
+    if seq_len is None:
+        return None
+    if type(seq_len) is not int or not 0 < seq_len <= config.max_seq_len:
+        raise UserError(
+            f"{where} has {TRAINING_SEQ_LEN}={seq_len!r}; it must be a whole number in 1..max_position_embeddings="
+            f"{config.max_seq_len}, or be left out"
+        )
+    return seq_len
 
 
 def whole(value: dict[str, Any], name: str) -> int:

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from configs.errors import UserError
 from configs.run_dir import is_plain_file_name, read_json
-from llm.hf_config import read_config
+from llm.hf_config import read_config, read_training_seq_len
 from llm.hf_names import hf_names
 from llm.hf_source import HfSource, match_tensors
 from llm.hf_tensors import DTYPES, StoredTensor
@@ -23,12 +23,15 @@ IGNORED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cache
 def open_directory(path: str | Path) -> HfSource:
     """Describe a model without reading its weights; UserError for what is missing, unknown or not computed by us."""
     path = Path(path)
-    config, family = read_config(read_json(path / "config.json"), str(path / "config.json"))
+    value, where = read_json(path / "config.json"), str(path / "config.json")
+    config, family = read_config(value, where)
     stored = {name: tensor for name, tensor in open_tensors(path).items() if not name.endswith(IGNORED)}
     if config.tie_embeddings:
         drop_tied_copy(stored, path)
     names_of = partial(hf_names, family=family, num_experts=config.moe.num_experts)
-    return HfSource(str(path), family, config, match_tensors(str(path), config, stored, names_of), read_files(path))
+    tensors = match_tensors(str(path), config, stored, names_of)
+    seq_len = read_training_seq_len(value, config, where)
+    return HfSource(str(path), family, config, tensors, read_files(path), seq_len)
 
 
 def open_tensors(path: Path) -> dict[str, StoredTensor]:

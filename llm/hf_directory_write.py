@@ -20,7 +20,8 @@ from llm.args import ModelConfig
 from llm.bpe_tokenizer import Tokenizer
 from llm.checkpoint import CHAT_FILES, TOKENIZER_FILES
 from llm.checkpoint_pieces import MODEL_PREFIX
-from llm.hf_config import family_of, write_config
+from llm.hf_checkpoint import training_seq_len_of
+from llm.hf_config import TRAINING_SEQ_LEN, family_of, write_config
 from llm.hf_directory import INDEX, SINGLE
 from llm.hf_names import hf_names
 from llm.hf_source import our_shapes
@@ -51,9 +52,8 @@ def write_directory(checkpoint: Path, output: Path, dtype: torch.dtype | None, m
     try:
         half_done.mkdir(parents=True)
         write_model(half_done, tensors, max_file_bytes)
-        write_json_atomic(
-            half_done / "config.json", write_config(config, family, tensors[0][1].dtype) | ids_of(checkpoint)
-        )
+        described = write_config(config, family, tensors[0][1].dtype)
+        write_json_atomic(half_done / "config.json", described | ids_of(checkpoint) | training_window(state))
         write_companions(checkpoint, half_done)
         os.rename(half_done, output)
         sync_directory(output.parent)
@@ -129,6 +129,12 @@ def write_model(directory: Path, tensors: Named, max_file_bytes: int) -> None:
         weight_map |= {name: file_name for name, _ in group}
     total = sum(tensor.num_bytes for _, tensor in tensors)
     write_json_atomic(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def training_window(state: dict[str, Any]) -> dict[str, int]:
+    """The field of config.json that lets an import of this export be evaluated at the window it was trained with."""
+    seq_len = training_seq_len_of(state)
+    return {} if seq_len is None else {TRAINING_SEQ_LEN: seq_len}
 
 
 def ids_of(checkpoint: Path) -> dict[str, Any]:

@@ -21,6 +21,7 @@ class HfSource:
     config: ModelConfig
     tensors: Named  # under our names, in the model's order
     files: dict[str, bytes] = field(default_factory=dict)  # tokenizer.json and what belongs to it, by file name
+    training_seq_len: int | None = None  # the window that it was trained with, which only our own exports tell
 
 
 def our_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -16,9 +16,11 @@ import torch
 
 from configs.errors import UserError
 from configs.loader import compose_config
+from configs.run_dir import read_json
 from llm import hf_export, hf_import, training
 from llm.args import TrainConfig
 from llm.checkpoint import load_checkpoint, save_checkpoint
+from llm.evaluation_load import load_named
 from llm.generating_loop import GenerationLimits, generate
 from llm.hf_checkpoint import write_checkpoint
 from llm.model_loading import load_model
@@ -111,7 +113,7 @@ def test_an_exported_directory_gives_tokenizer_template_and_the_same_greedy_toke
 
 
 def test_a_checkpoint_of_training_exports(tmp_path, tiny_corpus, ids):
-    overrides = [*tiny_corpus.overrides(tmp_path), "max_steps=1", "sample_tokens=0"]
+    overrides = [*tiny_corpus.overrides(tmp_path), "data.seq_len=16", "max_steps=1", "sample_tokens=0"]
     training.train(compose_config(TrainConfig, "training", overrides))
     exported = hf_export.body(hf_export.HfExportConfig(run=str(tmp_path / "tiny"), output=str(tmp_path / "back")))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
@@ -122,6 +124,19 @@ def test_a_checkpoint_of_training_exports(tmp_path, tiny_corpus, ids):
     assert theirs.generation_config.eos_token_id == tokenizer.eot_id
     fast = transformers.AutoTokenizer.from_pretrained(exported)
     assert (fast.eos_token_id, len(fast)) == (tokenizer.eot_id, tokenizer.vocab_size)
+    config = read_json(exported / "config.json")
+    assert (config["max_position_embeddings"], config["training_seq_len"]) == (ours.config.max_seq_len, 16)
+    again = hf_models.imported(exported, tmp_path / "again")
+    assert load_named(str(tmp_path / "again"), torch.device("cpu")).check_seq_len(None) == 16
+    twice = hf_export.body(hf_export.HfExportConfig(checkpoint=str(again), output=str(tmp_path / "twice")))
+    assert read_json(twice / "config.json") == config
+
+
+def test_an_import_of_a_foreign_model_does_not_pass_a_guessed_window_on(tmp_path, tokenizer_files):
+    hf_models.saved("llama", tmp_path / "theirs", tokenizer_files)
+    checkpoint = hf_models.imported(tmp_path / "theirs", tmp_path / "run")
+    back = hf_export.body(hf_export.HfExportConfig(checkpoint=str(checkpoint), output=str(tmp_path / "back")))
+    assert "training_seq_len" not in read_json(back / "config.json")
 
 
 def test_an_import_rounds_to_the_dtype_asked_for_and_exports_in_one(tmp_path, tokenizer_files):
@@ -278,7 +293,7 @@ def test_a_checkpoint_in_pieces_exports_as_the_whole_one(tmp_path, tokenizer_fil
             Piece(name, tuple(tensor.shape), 0, flat[:middle]),
             Piece(name, tuple(tensor.shape), middle, flat[middle:]),
         ]
-    cut = save_checkpoint(tmp_path / "cut", 3, pieces, {"config": state["config"]}, checkpoint)
+    cut = save_checkpoint(tmp_path / "cut", 3, pieces, {key: state[key] for key in ("config", "imported")}, checkpoint)
     whole = hf_export.body(hf_export.HfExportConfig(checkpoint=str(checkpoint), output=str(tmp_path / "whole")))
     parts = hf_export.body(hf_export.HfExportConfig(checkpoint=str(cut), output=str(tmp_path / "parts")))
     names = sorted(file.name for file in whole.iterdir())

@@ -39,6 +39,8 @@ def edit_config(directory: Path, **fields) -> None:
         ({"intermediate_size": 56}, r"model.layers.0.mlp.gate_proj.weight is \[48, 32\] instead of \[56, 32\]"),
         ({"tie_word_embeddings": True}, "lm_head.weight differs"),
         ({"vocab_size": 100}, r"instead of \[100, 32\]"),
+        ({"training_seq_len": 10**6}, "training_seq_len=1000000; it must be a whole number in 1..max_position"),
+        ({"training_seq_len": "16"}, "training_seq_len='16'"),
         ({"hidden_size": "wide"}, "hidden_size='wide' is no positive whole number"),
         ({"num_attention_heads": 4.5}, "num_attention_heads=4.5"),
         ({"layer_types": 3}, "does not describe a model"),
