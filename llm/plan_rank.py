@@ -39,9 +39,10 @@ def rank_share(config: TrainConfig, params: list[Param], device: str, world_size
     if degrees.pp > 1:
         place = place_in_pipeline(degrees, rank)
         stages = tuple(stages_of(config, place))
-        part = replace(part, **pieces_of(stages, config.model.num_layers))
+        graphed = config.kernels.cuda_graph
+        part = replace(part, **pieces_of(stages, config.model.num_layers), adds_in_products=graphed)
         params = rank_params(params, config, place)
-        if config.parallel.pp_schedule in SPLIT_SCHEDULES:  # their split products join layers that read one input
+        if graphed or config.parallel.pp_schedule in SPLIT_SCHEDULES:  # their split products join layers of one input
             work = replace(work, kernels=replace(work.kernels, linear=True))
     if degrees.cp > 1:
         multiple = multiple_of(config.parallel.cp_mode, degrees.cp)

@@ -26,6 +26,22 @@ class DeferredGradients:
     def __init__(self) -> None:
         self.waiting: dict[Hashable, Kept] = {}
         self.current: Kept | None = None
+        # Weights in the products' dtype, kept from step to step by who renews them (GraphedStages), else None.
+        self.casts: dict[Tensor, Tensor] | None = None
+
+    def matrix(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """A weight in the products' dtype."""
+        if self.casts is None or weight.dtype == dtype:
+            return weight.detach().to(dtype)
+        if weight not in self.casts:
+            self.casts[weight] = weight.detach().to(dtype)
+        return self.casts[weight]
+
+    @torch.no_grad()
+    def renew_casts(self) -> None:
+        """Make the kept casts those of the weights as they are now."""
+        if self.casts:
+            torch._foreach_copy_(list(self.casts.values()), list(self.casts))
 
     def begin(self, key: Hashable) -> None:
         """What the next backward pass leaves to do belongs to `key`."""
@@ -48,7 +64,7 @@ class DeferredGradients:
             dtype = torch.get_autocast_dtype(device)
             x, biases = x.to(dtype), [None if bias is None else bias.to(dtype) for bias in biases]
         # Weights go in unseen by autograd, or their hooks would fire for gradients that are not there yet.
-        unseen = [weight.detach() for weight in weights]
+        unseen = [self.matrix(weight, x.dtype) for weight in weights]
         return list(DeferredProducts.apply(x, (weights, self), *unseen, *biases))
 
     @torch.no_grad()
@@ -99,7 +115,7 @@ def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class DeferredProducts(torch.autograd.Function):
-    """x (..., in) in the products' dtype, whom gradients go to, weights (out, in), biases (out,) or None -> outputs."""
+    """x (..., in), whom gradients go to, weights (out, in) and biases (out,) or None in x's dtype -> outputs."""
 
     @staticmethod
     def forward(
@@ -107,7 +123,7 @@ class DeferredProducts(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.weights, ctx.deferred = target
         count = len(ctx.weights)
-        matrices, biases = [weight.to(x.dtype) for weight in parameters[:count]], parameters[count:]
+        matrices, biases = parameters[:count], parameters[count:]
         ctx.save_for_backward(x, *matrices)
         ctx.has_bias = [bias is not None for bias in biases]
         with torch.autocast(x.device.type, enabled=False):

@@ -120,6 +120,7 @@ class GraphedStages:
             return False
         if not self.places:
             self.capture_all(stages, micro_batches[0], operations)
+        self.deferred.renew_casts()
         torch._foreach_zero_(list(self.buffers.values()))
         for param, buffer in self.buffers.items():
             param.grad = buffer
@@ -130,6 +131,7 @@ class GraphedStages:
         params = [param for param in self.parameters() if param.requires_grad]
         self.buffers = {param: torch.zeros_like(param) for param in params}
         used: set[Tensor] = set()
+        self.deferred.casts = {}  # made in the first pass, outside the places' memory, and renewed once a step
         self.of_key, counts = assign_places(operations)
         for stage, function in stages.items():
             kinds = {op.kind for op in operations if op.stage == stage}
