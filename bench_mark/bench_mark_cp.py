@@ -1,9 +1,10 @@
 """Context parallelism: what cutting a sequence costs on one device, and on several, beside torch's context_parallel.
 
 One rank: the blocks of a ring of 4 and of 8 ranks, played one after the other, over one kernel for the whole sequence
-(bound: 1.10 from 64K tokens on). Several ranks: attention forward and backward of one layer by ring, gathered keys and
-Ulysses, and by torch's context_parallel where it runs. Predictions are rooflines of the blocks (kernel/cost_model) and,
-over ranks, the ring's timeline (parallel/cost_model_context). The last line is one JSON document.
+(bound: 1.10 from 64K tokens on). Several ranks: attention forward and backward of one layer by one device alone, by
+ring, gathered keys and Ulysses, and by torch's context_parallel where it runs: time, memory and bytes of a rank, and
+the throughput over that of one device (bound: 1.85 at 64K tokens on two). bench_mark_cp_predictions says what is
+predicted from. The last line is one JSON document.
 
     python -m bench_mark.bench_mark_cp                                     # one GPU; --device cpu plays small ones
     torchrun --nproc-per-node=2 -m bench_mark.bench_mark_cp
@@ -20,15 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench_mark.bench_mark_cp_predictions import CALIBRATED_TOKENS, HOST_TOKENS, Rates, calibrated, simulated_s
 from bench_mark.bench_mark_cp_ranks import measure_ranks
 from bench_mark.bench_mark_cp_simulation import SimulatedRing, simulated_ring
 from bench_mark.bench_mark_model_report import facts
 from configs.run_dir import write_json_atomic
-from kernel.cost_model import AttentionShape, Peaks, attention_backward, attention_forward, exp_rate, predict
+from kernel.cost_model import AttentionShape, Peaks, exp_rate
 from llm.args import HardwareConfig
 from llm.hardware import Hardware, detect_hardware
+from llm.transformer import ScaledDotProductAttention
+from llm.transformer_context import make_context
 from parallel.context_parallel_blocks import Rows
-from parallel.cost_model_context import joining_bytes
 from parallel.mesh import close_mesh, init_mesh, read_ranks
 from parallel.mesh_degrees import Degrees
 
@@ -62,31 +65,6 @@ def make_inputs(shape: AttentionShape, device: torch.device) -> list[Tensor]:
     return [torch.randn(shape.B, shape.T, count, shape.D, device=device).to(dtype) for count in heads]
 
 
-def predicted_s(shape: AttentionShape, ranks: int, peaks: Peaks | None) -> tuple[float, float] | None:
-    """Rooflines of forward and backward of all blocks and of joining them, one rank after the other.
-
-    Of each rank one block is causal, the others have half of its pairs.
-    """
-    if peaks is None:
-        return None
-    chunk = shape.T // ranks // 2
-    own = AttentionShape(shape.B, 2 * chunk, 2 * chunk, shape.H, shape.K, shape.D)
-    half = AttentionShape(shape.B, 2 * chunk, chunk, shape.H, shape.K, shape.D)
-    joined = joining_s(own, ranks, peaks) if ranks > 1 else (0.0, 0.0)
-    return tuple(
-        ranks
-        * (predict(work(own, own.T * own.S / 2), peaks).seconds + (ranks - 1) * predict(work(half), peaks).seconds)
-        + ranks * beside
-        for work, beside in zip((attention_forward, attention_backward), joined, strict=True)
-    )
-
-
-def joining_s(own: AttentionShape, ranks: int, peaks: Peaks) -> tuple[float, float]:
-    """Seconds of one rank's passes over results and sums, forward and backward."""
-    forward, backward = joining_bytes(ranks, own.B * own.T, own.H * own.D, own.K * own.D)
-    return forward / peaks.memory_bytes, backward / peaks.memory_bytes
-
-
 def measure_ring(ring: SimulatedRing, inputs: list[Tensor], timing: dict[str, Any]) -> tuple[float, float]:
     """Seconds of forward and of backward of all ranks of a ring, one after the other; of one rank: one kernel."""
     *shares, dout = (ring.cut(x) for x in inputs)
@@ -97,34 +75,60 @@ def measure_ring(ring: SimulatedRing, inputs: list[Tensor], timing: dict[str, An
 
 
 def measure_one_kernel(backend: str, inputs: list[Tensor], timing: dict[str, Any]) -> tuple[float, float]:
-    """The same by one call of the attention for the whole sequence, without merging or sums."""
-    ring = simulated_ring(inputs[0].shape[1], 1, backend, inputs[0].device)
-    (mask,), attention = ring.masks[0], ring.attention
-    q, k, v, dout = inputs
-    out, lse = attention.forward(q, k, v, mask)
-    forward = median_s(lambda: attention.forward(q, k, v, mask), **timing)
-    rows = Rows(out, lse, dout)
-    return forward, median_s(lambda: attention.backward(q, k, v, rows, mask), **timing)
+    """The same by one call of the attention for the whole sequence, with results of its own."""
+    device = inputs[0].device
+    q, k, v, dout = (x.detach().requires_grad_(index < 3) for index, x in enumerate(inputs))
+    attend, ctx = (
+        ScaledDotProductAttention(backend),
+        make_context(torch.zeros(q.shape[:2], dtype=torch.int64, device=device)),
+    )
+    out, _ = attend(q, k, v, ctx)
+    with torch.no_grad():
+        forward = median_s(lambda: attend(q, k, v, ctx), **timing)
+    return forward, median_s(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True), **timing)
 
 
-def measure_local(args: argparse.Namespace, device: torch.device, peaks: Peaks | None) -> list[dict[str, Any]]:
+def calibrate(args: argparse.Namespace, backend: str, device: torch.device, peaks: Peaks | None) -> Rates | None:
+    """The kernel's own rates at a length that no row has; None without known peaks."""
+    if peaks is None:
+        return None
+    shape = AttentionShape(1, CALIBRATED_TOKENS, CALIBRATED_TOKENS, args.heads, args.kv_heads, args.head_dim)
+    return calibrated(peaks, shape, measure_one_kernel(backend, make_inputs(shape, device), timing_of(args, device)))
+
+
+def timing_of(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    return {"device": device, "repeats": args.repeats, "warmup": args.warmup}
+
+
+def measure_local(
+    args: argparse.Namespace, device: torch.device, rates: Rates | None, backend: str
+) -> list[dict[str, Any]]:
     """One row a length, ring and pass."""
-    backend, rows = args.backend or ("triton" if device.type == "cuda" else "eager"), []
-    timing = {"device": device, "repeats": args.repeats, "warmup": args.warmup}
+    rows, timing = [], timing_of(args, device)
+    short = AttentionShape(1, HOST_TOKENS, HOST_TOKENS, args.heads, args.kv_heads, args.head_dim)
+    host = {ranks: measured_s(short, ranks, backend, timing) for ranks in (1, *RINGS)} if rates else {}
     print(f"{'tokens':>8} {'ranks':>5} {'pass':9} {'predicted':>10} {'measured':>10} {'ratio':>6} {'of one':>7}  bound")
     for length in map(int, (args.lengths or LENGTHS[device.type]).split(",")):
         shape = AttentionShape(1, length, length, args.heads, args.kv_heads, args.head_dim)
-        inputs = make_inputs(shape, device)
-        whole = measure_one_kernel(backend, inputs, timing)
+        whole = measured_s(shape, 1, backend, timing)
         for ranks in (1, *RINGS):
-            ring = simulated_ring(length, ranks, backend, device)
-            measured = whole if ranks == 1 else measure_ring(ring, inputs, timing)
-            predicted = predicted_s(shape, ranks, peaks) or (None, None)
-            both = ("both", sum(predicted) if peaks else None, sum(measured), sum(whole))
+            measured = whole if ranks == 1 else measured_s(shape, ranks, backend, timing)
+            predicted = (None, None)
+            if rates is not None:
+                predicted = tuple(map(max, simulated_s(shape, ranks, rates), host[ranks]))
+            both = ("both", sum(predicted) if rates else None, sum(measured), sum(whole))
             for row in (*zip(("forward", "backward"), predicted, measured, whole, strict=True), both):
                 rows.append({"tokens": length, "ranks": ranks} | local_row(*row))
                 print(show(rows[-1]), flush=True)
     return rows
+
+
+def measured_s(shape: AttentionShape, ranks: int, backend: str, timing: dict[str, Any]) -> tuple[float, float]:
+    """Seconds of forward and of backward of a ring on one device; one rank: of one kernel."""
+    inputs = make_inputs(shape, timing["device"])
+    if ranks == 1:
+        return measure_one_kernel(backend, inputs, timing)
+    return measure_ring(simulated_ring(shape.T, ranks, backend, timing["device"]), inputs, timing)
 
 
 def local_row(name: str, predicted: float | None, measured: float, whole: float) -> dict[str, Any]:
@@ -180,8 +184,9 @@ def main() -> None:
         print(" · ".join(head))
         if device.type == "cpu":
             print("no GPU: blocks of short sequences by eager attention, so no bound is judged; torch's peer needs one")
-    peaks = peaks_of(hardware, device)
-    rows = measure_local(args, device, peaks) if ranks == 1 else measure_ranks(args, mesh, peaks)
+    backend = args.backend or ("triton" if device.type == "cuda" else "eager")
+    rates = calibrate(args, backend, device, peaks_of(hardware, device))
+    rows = measure_local(args, device, rates, backend) if ranks == 1 else measure_ranks(args, mesh, rates, backend)
     if mesh.is_main:
         document = {"facts": known, "rows": rows}
         path = Path(args.out or f"bench_mark/results/cp_{device.type}_{ranks}.json")

@@ -1,14 +1,17 @@
-"""Attention of one layer over the ranks of torchrun: our three ways and torch's context_parallel, forward and backward.
+"""Attention of one layer over the ranks of torchrun: one device alone, our three ways and torch's context_parallel.
 
-All begin with q, k, v and dout of a rank's tokens, its share being what each way cuts. Times are the slowest rank's.
-Exposed is what our log says was waited for; torch keeps no such log.
+All begin with q, k, v and dout of a rank's tokens, its share being what each way cuts; "alone" has the whole sequence
+on every rank and sends nothing. Times are the slowest rank's, forward and backward together. Exposed is what our log says
+was waited for; torch keeps no such log. Memory is rank 0's peak with its inputs.
 """
 
 import argparse
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,60 +20,96 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernel.cost_model import AttentionShape, Peaks, attention_backward, attention_forward, predict
+from bench_mark.bench_mark_cp_predictions import HOST_TOKENS, Rates, context_shape, rank_shape, way_time
+from configs.report_numbers import format_quantity
+from kernel.cost_model import AttentionShape
 from llm.hardware import known_hardware, match_gpu
+from llm.metrics_memory import PeakMemory
 from llm.parallelize_context import ContextShards
 from llm.plan_time import cluster_of
 from llm.transformer import ScaledDotProductAttention
+from llm.transformer_context import make_context
 from parallel.collectives import all_reduce_max
 from parallel.context_parallel_layout import MODES
-from parallel.cost_model import Ring, collective_seconds
-from parallel.cost_model_context import RingTime, joining_bytes, ring_backward_time, ring_forward_time
+from parallel.cost_model import Cluster
+from parallel.cost_model_context import context_messages
+from parallel.cost_model_context_layer import layer_peak_bytes
 from parallel.mesh import Mesh
 
-HEADS = ("tokens", "way", "predicted ms", "measured ms", "ratio", "exposed: said", "measured", "tokens/s")
-COLUMNS = "{:>8} {:16} {:>12} {:>12} {:>6} {:>13} {:>11} {:>10}".format(*HEADS)
+WAYS = ("alone", *MODES, "torch")
+BOUND, BOUND_AT = 1.85, 65536  # throughput over one device's, on two
+HEADS = ("tokens", "way", "predicted", "measured", "ratio", "exposed", "measured", "peak", "measured", "ratio", "sent",
+         "measured", "of one")  # fmt: skip
+COLUMNS = "{:>7} {:10} {:>9} {:>9} {:>5} {:>9} {:>9} {:>9} {:>9} {:>5} {:>9} {:>9} {:>6}  bound".format(*HEADS)
 
 
-def measure_ranks(args: argparse.Namespace, mesh: Mesh, peaks: Peaks | None) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class Setting:
+    """What all rows share; rates and cluster are None where the device or its links are not known."""
+
+    mesh: Mesh
+    backend: str
+    repeats: int
+    warmup: int
+    rates: Rates | None
+    cluster: Cluster | None
+
+    @property
+    def ranks(self) -> int:
+        return self.mesh.size("cp")
+
+    @property
+    def device(self) -> torch.device:
+        return self.mesh.device
+
+
+def measure_ranks(args: argparse.Namespace, mesh: Mesh, rates: Rates | None, backend: str) -> list[dict[str, Any]]:
     """A row a length and way; one that fails says why and leaves the others their figures."""
+    setting = Setting(mesh, backend, args.repeats, args.warmup, rates, links_of(mesh))
+    whole = AttentionShape(1, 0, 0, args.heads, args.kv_heads, args.head_dim, 2 if mesh.device.type == "cuda" else 4)
+    short = replace(whole, T=HOST_TOKENS, S=HOST_TOKENS)
+    known = rates is not None and setting.cluster is not None
+    host = {way: measured_row(way, short, setting)["measured_s"] for way in WAYS[:-1]} if known else {}
     rows = []
     if mesh.is_main:
         print(COLUMNS)
     for length in map(int, (args.lengths or ("32768,131072" if mesh.device.type == "cuda" else "128")).split(",")):
-        shape = AttentionShape(1, length // mesh.size("cp"), length, args.heads, args.kv_heads, args.head_dim)
-        for way in (*MODES, "torch"):
-            predicted = predicted_ring(shape, mesh, peaks) if way == "ring" else None
-            rows.append({"tokens": length, "way": way} | measured_row(way, shape, args, mesh, predicted))
+        shape, alone_s = replace(whole, T=length, S=length), None
+        for way in args.ways.split(","):
+            row = {"tokens": length, "way": way} | measured_row(way, shape, setting)
+            alone_s = row["measured_s"] if way == "alone" and "error" not in row else alone_s
+            rows.append(row | judged(row, shape, setting, host.get(way), alone_s))
             if mesh.is_main:
                 print(show(rows[-1]), flush=True)
     return rows
 
 
-def measured_row(
-    way: str, shape: AttentionShape, args: argparse.Namespace, mesh: Mesh, predicted: RingTime | None
-) -> dict[str, Any]:
-    """Seconds of one layer's forward and backward, or "error"."""
-    if way == "torch" and mesh.device.type == "cpu":
+def links_of(mesh: Mesh) -> Cluster | None:
+    """The links of this host's GPUs from configs/hardware."""
+    found = match_gpu(torch.cuda.get_device_name(), known_hardware()) if mesh.device.type == "cuda" else None
+    if found is None or found.link_bytes_per_s is None:
+        return None
+    return cluster_of(found, 1, found.gpus_per_node)
+
+
+def measured_row(way: str, shape: AttentionShape, setting: Setting) -> dict[str, Any]:
+    """Seconds, exposed seconds, peak and bytes of one layer's forward and backward, or "error"."""
+    if way == "torch" and setting.device.type == "cpu":
         return {"error": "torch's context_parallel does not run on a CPU"}
+    gc.collect()
+    others = torch.cuda.memory_allocated(setting.device) if setting.device.type == "cuda" else 0
     try:
-        with torch_step(shape, mesh) if way == "torch" else nullcontext(our_step(way, shape, args, mesh)) as step:
-            seconds, exposed_s = timed(step, args, mesh)
+        with torch_step(shape, setting.mesh) if way == "torch" else nullcontext(our_step(way, shape, setting)) as run:
+            return timed(*run, setting, others)
     except (RuntimeError, ValueError, AssertionError, ImportError) as error:
         return {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"}
-    return {
-        "predicted_s": predicted and predicted.seconds, "measured_s": seconds,
-        "ratio": seconds / predicted.seconds if predicted else None,
-        "predicted_exposed_s": predicted and predicted.exposed_s,
-        "exposed_s": None if way == "torch" else exposed_s, "tokens_per_s": shape.S / seconds,
-    }  # fmt: skip
 
 
-def timed(step: Callable[[], None], args: argparse.Namespace, mesh: Mesh) -> tuple[float, float]:
-    """The median over repeats of the slowest rank's seconds, and exposed seconds a step from the log."""
-    seconds = []
-    for index in range(args.warmup + args.repeats):
-        if index == args.warmup:
+def timed(step: Callable[[], None], held: list[Tensor], setting: Setting, others: int) -> dict[str, Any]:
+    """The median over repeats of the slowest rank's seconds; exposed seconds and bytes a step from the log."""
+    mesh, seconds = setting.mesh, []
+    for index in range(setting.warmup + setting.repeats):
+        if index == setting.warmup:
             mesh.log.drain(index)
         if mesh.device.type == "cuda":
             torch.cuda.synchronize()
@@ -79,27 +118,67 @@ def timed(step: Callable[[], None], args: argparse.Namespace, mesh: Mesh) -> tup
         if mesh.device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
-    exposed_s = sum(line["exposed_seconds"] for line in mesh.log.drain(0)) / args.repeats
-    slowest = all_reduce_max(torch.tensor(seconds[args.warmup :], dtype=torch.float64), mesh, "cp")
-    return statistics.median(slowest.tolist()), exposed_s
+    lines = [line for line in mesh.log.drain(0) if line["axis"] == "cp"]
+    with PeakMemory(setting.device, held) as memory:
+        step()
+    mesh.log.drain(0)
+    slowest = all_reduce_max(torch.tensor(seconds[setting.warmup :], dtype=torch.float64), mesh, "cp")
+    return {
+        "measured_s": statistics.median(slowest.tolist()), "peak_bytes": memory.peak_bytes - others,
+        "exposed_s": sum(line["exposed_seconds"] for line in lines) / setting.repeats,
+        "sent_bytes": sum(line["bytes"] for line in lines) / setting.repeats,
+    }  # fmt: skip
 
 
-def our_step(way: str, shape: AttentionShape, args: argparse.Namespace, mesh: Mesh) -> Callable[[], None]:
+def judged(
+    row: dict[str, Any], shape: AttentionShape, setting: Setting, host_s: float | None, alone_s: float | None
+) -> dict[str, Any]:
+    """What was predicted of a row, and its ratios."""
+    if "error" in row:
+        return {}
+    found = {"of_one": alone_s / row["measured_s"] if alone_s else None, "tokens_per_s": shape.S / row["measured_s"]}
+    names = ("predicted_s", "predicted_exposed_s", "predicted_peak_bytes", "predicted_sent_bytes")
+    found |= dict.fromkeys((*names, "ratio", "peak_ratio"))
+    if row["way"] == "torch":
+        return found | {"exposed_s": None, "sent_bytes": None}
+    ranks = 1 if row["way"] == "alone" else setting.ranks
+    tokens, layer = shape.B * shape.T // ranks, context_shape(shape, ranks, row["way"])
+    found["predicted_sent_bytes"] = float(sum(message.nbytes for message in context_messages(layer, [tokens])))
+    found["predicted_peak_bytes"] = layer_peak_bytes(layer, tokens)
+    found["peak_ratio"] = row["peak_bytes"] / found["predicted_peak_bytes"]
+    if setting.rates is not None and setting.cluster is not None:
+        said = way_time(row["way"], shape, ranks, setting.rates, setting.cluster)
+        found["predicted_s"], found["predicted_exposed_s"] = max(said.seconds, host_s), said.exposed_s
+        found["ratio"] = row["measured_s"] / found["predicted_s"]
+    return found
+
+
+Run = tuple[Callable[[], None], list[Tensor]]  # a step, and the tensors that lie there before it
+
+
+def our_step(way: str, shape: AttentionShape, setting: Setting) -> Run:
     """One layer's attention through the seam that the model uses."""
-    backend = args.backend or ("triton" if mesh.device.type == "cuda" else "eager")
-    shards = ContextShards(mesh, way, backend)
-    token_ids = torch.zeros(shape.B, shape.T, dtype=torch.int64, device=mesh.device)
-    share = shards.make_context(token_ids, shards.columns(shape.S, mesh.device)[None]).share
-    inner, (q, k, v, dout) = ScaledDotProductAttention(backend), make_share(shape, mesh.device)
+    device = setting.device
+    inner = ScaledDotProductAttention(setting.backend)
+    own = shape if way == "alone" else rank_shape(shape, setting.ranks)
+    token_ids = torch.zeros(own.B, own.T, dtype=torch.int64, device=device)
+    if way == "alone":
+        ctx = make_context(token_ids)
+        attend = lambda q, k, v: inner(q, k, v, ctx)  # noqa: E731
+    else:
+        shards = ContextShards(setting.mesh, way, setting.backend)
+        share = shards.make_context(token_ids, shards.columns(shape.S, device)[None]).share
+        attend = lambda q, k, v: share.attend(q, k, v, inner)  # noqa: E731
+    q, k, v, dout = make_share(own, device)
 
     def step() -> None:
-        torch.autograd.grad(share.attend(q, k, v, inner)[0], (q, k, v), dout)
+        torch.autograd.grad(attend(q, k, v)[0], (q, k, v), dout)
 
-    return step
+    return step, [q, k, v, dout]
 
 
 def make_share(shape: AttentionShape, device: torch.device) -> list[Tensor]:
-    """q, k, v and dout (B, T/P, heads, D) of this rank; q, k, v require gradients."""
+    """q, k, v and dout (B, T, heads, D) of this rank; q, k, v require gradients."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     heads = (shape.H, shape.K, shape.K, shape.H)
     q, k, v, dout = (torch.randn(shape.B, shape.T, count, shape.D, device=device).to(dtype) for count in heads)
@@ -107,52 +186,43 @@ def make_share(shape: AttentionShape, device: torch.device) -> list[Tensor]:
 
 
 @contextmanager
-def torch_step(shape: AttentionShape, mesh: Mesh) -> Iterator[Callable[[], None]]:
+def torch_step(shape: AttentionShape, mesh: Mesh) -> Iterator[Run]:
     """torch's context_parallel over its flash kernel, with kv heads repeated, as its ring takes them."""
     from torch.distributed.tensor.experimental import context_parallel
 
     device_mesh = init_device_mesh("cuda", (mesh.size("cp"),), mesh_dim_names=("cp",))
     q, k, v = (torch.randn(shape.B, shape.H, shape.S, shape.D, device=mesh.device).bfloat16() for _ in range(3))
-    dout = torch.randn(shape.B, shape.H, shape.T, shape.D, device=mesh.device).bfloat16()
-    with context_parallel(device_mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):  # inside, they are cut
-        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    dout = torch.randn(shape.B, shape.H, shape.T // mesh.size("cp"), shape.D, device=mesh.device).bfloat16()
+    cut = {"buffers": [q, k, v], "buffer_seq_dims": [2, 2, 2], "no_restore_buffers": {q, k, v}}
+    with context_parallel(device_mesh, **cut):  # inside, they are a rank's part
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        for whole in (q, k, v):  # their memory is still that of the whole sequence
+            whole.untyped_storage().resize_(0)
 
         def step() -> None:
             with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
                 out = F.scaled_dot_product_attention(*inputs, is_causal=True)
             torch.autograd.grad(out, inputs, dout)
 
-        yield step
-
-
-def predicted_ring(shape: AttentionShape, mesh: Mesh, peaks: Peaks | None) -> RingTime | None:
-    """Forward and backward of a ring: blocks at their roofline, messages on the datasheet's link, sums in memory."""
-    found = match_gpu(torch.cuda.get_device_name(), known_hardware()) if mesh.device.type == "cuda" else None
-    if peaks is None or found is None or found.link_bytes_per_s is None:
-        return None
-    ranks, cluster = mesh.size("cp"), cluster_of(found, 1, found.gpus_per_node)
-    pairs = shape.T * shape.T / 2  # of a causal block, and of half a block
-    keys = 2 * shape.B * shape.T * shape.K * shape.D
-    keys_s, sums_s = (collective_seconds("exchange", size * keys, Ring(ranks), cluster) for size in (2, 4))
-    block = AttentionShape(shape.B, shape.T, shape.T, shape.H, shape.K, shape.D)
-    forward_s, backward_s = (
-        predict(work(block, pairs), peaks).seconds for work in (attention_forward, attention_backward)
-    )
-    forward = ring_forward_time(ranks, forward_s, keys_s)
-    backward = ring_backward_time(ranks, backward_s, keys_s, sums_s)
-    joined = sum(joining_bytes(ranks, shape.B * shape.T, shape.H * shape.D, shape.K * shape.D)) / peaks.memory_bytes
-    return RingTime(forward.seconds + backward.seconds + joined, forward.exposed_s + backward.exposed_s)
+        yield step, [*inputs, dout]
 
 
 def show(row: dict[str, Any]) -> str:
     if "error" in row:
-        return f"{row['tokens']:>8} {row['way']:16} {row['error']}"
+        return f"{row['tokens']:>7} {row['way']:10} {row['error']}"
 
-    def ms(key: str) -> str:
-        return "–" if row[key] is None else f"{row[key] * 1e3:.3f}"
+    def text(key: str, unit: str = "") -> str:
+        return f"{'–' if row[key] is None else format_quantity(row[key], unit):>9}"
 
-    ratio = "–" if row["ratio"] is None else f"{row['ratio']:.2f}"
+    def share(key: str, width: int) -> str:
+        return f"{'–' if row[key] is None else format(row[key], '.2f'):>{width}}"
+
+    bound = ""
+    if row["tokens"] == BOUND_AT and row["way"] == "ring" and row["of_one"] is not None:
+        bound = f"{BOUND} {'met' if row['of_one'] >= BOUND else 'missed'} (on two)"
     return (
-        f"{row['tokens']:>8} {row['way']:16} {ms('predicted_s'):>12} {ms('measured_s'):>12} {ratio:>6} "
-        f"{ms('predicted_exposed_s'):>13} {ms('exposed_s'):>11} {row['tokens_per_s']:>10,.0f}"
+        f"{row['tokens']:>7} {row['way']:10} {text('predicted_s', 's')} {text('measured_s', 's')} {share('ratio', 5)} "
+        f"{text('predicted_exposed_s', 's')} {text('exposed_s', 's')} {text('predicted_peak_bytes', 'bytes')} "
+        f"{text('peak_bytes', 'bytes')} {share('peak_ratio', 5)} {text('predicted_sent_bytes', 'bytes')} "
+        f"{text('sent_bytes', 'bytes')} {share('of_one', 6)}  {bound}"
     )

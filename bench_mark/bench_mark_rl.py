@@ -12,6 +12,7 @@ with the first. Base, fine-tuned and final policies answer the held-out problems
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,9 +39,9 @@ NUMBERS = (
 )
 
 
-def parse_plan() -> tuple[Plan, Pretraining]:
-    """Every number of both is an option."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parse_plan(parser: argparse.ArgumentParser) -> tuple[Plan, Pretraining, dict[str, Any]]:
+    """Every number of both is an option; the options that the parser had before come back as they are."""
+    others = sorted(vars(parser.parse_args([])))  # of a sweep
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", type=Path, default=Path("/tmp/bench_mark_rl"))
     parser.add_argument("--base", help="a run of ours; without it one is pretrained")
@@ -61,8 +62,18 @@ def parse_plan() -> tuple[Plan, Pretraining]:
             default = getattr(kind, name)
             parser.add_argument(f"--{prefix}{name.replace('_', '-')}", type=type(default), default=default)
     found = vars(parser.parse_args())
+    rest = {name: found.pop(name) for name in others}
     base = Pretraining(found.pop("model"), *(found.pop(f"pretrain_{name}") for name in numbers[Pretraining].split()))
-    return Plan(**found), base
+    return Plan(**found), base, rest
+
+
+def prepare(plan: Plan, pretraining: Pretraining, seconds: dict[str, float]) -> None:
+    """The held-out problems, and a base where none was given."""
+    write_held_out(plan)
+    if plan.base is None:
+        for name, command in pretrain_commands(plan.work, plan.level, pretraining):
+            seconds[name] = side_by_side(plan, [Run(name, script(*command))], 60 + pretraining.seconds)
+        plan.base = f"{plan.runs}/base"
 
 
 def learn(plan: Plan, seconds: dict[str, float]) -> tuple[list[Run], list[Run]]:
@@ -101,12 +112,9 @@ def evaluate(plan: Plan, rl: list[Run], seconds: dict[str, float]) -> list[Run]:
 
 
 def main() -> None:
-    (plan, pretraining), seconds = parse_plan(), {}
-    write_held_out(plan)
-    if plan.base is None:
-        for name, command in pretrain_commands(plan.work, plan.level, pretraining):
-            seconds[name] = side_by_side(plan, [Run(name, script(*command))], 60 + pretraining.seconds)
-        plan.base = f"{plan.runs}/base"
+    plan, pretraining, _ = parse_plan(argparse.ArgumentParser(description=__doc__.splitlines()[0]))
+    seconds: dict[str, float] = {}
+    prepare(plan, pretraining, seconds)
     rl, precision = learn(plan, seconds)
     asked = evaluate(plan, rl, seconds)
     found = summarise(plan, rl) | {"evaluations": evaluations(plan, asked)}

@@ -109,13 +109,13 @@ def gains(plan: Plan, rows: list[dict[str, Any]], kind: str) -> dict[str, Any]:
     }
 
 
-def print_table(found: dict[str, Any]) -> None:
-    """A line for each run, each algorithm and each evaluation."""
+def print_rows(rows: list[dict[str, Any]]) -> None:
+    """A line for each run."""
     print(
         f"{'run':18} {'batches':>7} {'greedy':>16} {'sampled':>16} {'reward':>13} {'tokens':>12} {'kl':>7} "
         f"{'batch s':>8} {'rollout':>8} tok/s"
     )
-    for row in found["rows"]:
+    for row in rows:
         pairs = [f"{row[f'sft{kind}']:.3f} -> {row[f'rl{kind}']:.3f}" for kind in ("", "_sampled")]
         reward = f"{row['reward_first']:.2f} -> {row['reward_last']:.2f}"
         tokens = f"{row['tokens_first']:.0f} -> {row['tokens_last']:.0f}"
@@ -124,6 +124,11 @@ def print_table(found: dict[str, Any]) -> None:
             f"{row['kl_last'] or 0:7.4f} {row['step_time_s']:8.2f} {row['rollout_share']:8.0%} "
             f"{row['tokens_per_s']:8,.0f}"
         )
+
+
+def print_table(found: dict[str, Any]) -> None:
+    """A line for each run, each algorithm and each evaluation."""
+    print_rows(found["rows"])
     for name, kinds in found["algorithms"].items():
         for kind, own in kinds.items():
             gain, spread = own["gain_over_problems"], own["gain_over_seeds"]

@@ -1,0 +1,74 @@
+"""The benchmark of reinforcement learning: its held-out problems, where processes run, and what its rows say."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from alignment.dataset import normal_question
+from bench_mark.bench_mark_rl_runs import Plan, Run, rl_runs, side_by_side, write_held_out
+from bench_mark.bench_mark_rl_summary import print_rows, rl_row, summarise
+from configs.run_dir import read_jsonl
+
+BATCH = {
+    "response_tokens": 40.0, "kl": 0.01, "entropy": 0.3, "rollout_s": 0.3, "reward_s": 0.0, "log_prob_s": 0.1,
+    "update_s": 0.2, "sync_s": 0.0, "step_time_s": 0.6, "tokens_per_s": 1000.0, "sampler_mismatch": 0.002,
+    "max_sampler_mismatch": 0.1,
+}  # fmt: skip
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Plan:
+    return Plan(out=tmp_path / "out", work=tmp_path / "work", base="runs/x", held_out=50, level="mixed")
+
+
+def write_run(plan: Plan, name: str, accuracies: list[float]) -> None:
+    """A run whose held-out accuracy goes as given, greedy; sampled answers are 0.1 below."""
+    directory = Path(plan.runs) / name
+    directory.mkdir(parents=True)
+    lines = []
+    for step, value in enumerate(accuracies):
+        lines.append({"step": step, "val_accuracy": value, "val_pass_at_1": value - 0.1, "val_format_rate": 1.0})
+        if step < len(accuracies) - 1:
+            lines.append({"step": step + 1, "batch": step + 1, "reward": 0.5 + 0.1 * step} | BATCH)
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_held_out_problems_are_different_and_as_many_as_asked(plan: Plan) -> None:
+    write_held_out(plan)
+    write_held_out(plan)  # a second run in the same directory starts the file anew
+    questions = [normal_question(row["question"]) for row in read_jsonl(plan.held_out_file)]
+    assert len(questions) == len(set(questions)) == 50
+
+
+def test_gains_are_those_of_the_runs(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
+    for run, accuracies in zip(rl_runs(plan), ([0.3, 0.4, 0.5], [0.3, 0.3, 0.46], [0.36, 0.5]), strict=False):
+        write_run(plan, run.name, accuracies)
+    found = summarise(plan, rl_runs(plan))
+    assert len(found["rows"]) == 3 and list(found["algorithms"]) == ["grpo"]
+    gain = found["algorithms"]["grpo"][""]
+    assert gain["gain_over_problems"][0] == pytest.approx((0.2 + 0.16 + 0.14) / 3)
+    mean, low, high = gain["gain_over_seeds"]
+    half = 4.303 * math.sqrt(((0.2 - mean) ** 2 + (0.16 - mean) ** 2 + (0.14 - mean) ** 2) / 2 / 3)
+    assert (low, high) == pytest.approx((mean - half, mean + half))
+    assert found["algorithms"]["grpo"]["_sampled"]["sft"][0] == pytest.approx((0.2 + 0.2 + 0.26) / 3)
+    print_rows(found["rows"])
+    assert "0.300 -> 0.500" in capsys.readouterr().out
+
+
+def test_a_run_that_measured_nothing_has_no_row(plan: Plan) -> None:
+    assert rl_row(plan, Run("absent", [])) is None
+    write_run(plan, "stopped", [0.3])
+    assert rl_row(plan, Run("stopped", [])) is None
+
+
+def test_processes_are_dealt_over_devices_and_failures_noted(plan: Plan) -> None:
+    plan.devices = ("4", "5")
+    show = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
+    runs = [Run(f"run{i}", [sys.executable, "-c", show]) for i in range(3)]
+    runs.append(Run("broken", [sys.executable, "-c", "raise SystemExit(3)"]))
+    side_by_side(plan, runs, 60.0)
+    assert [(plan.out / "logs" / f"run{i}.txt").read_text().strip() for i in range(3)] == ["4", "5", "4"]
+    assert len(plan.notes) == 1 and plan.notes[0].startswith("broken ended with 3")
