@@ -190,10 +190,11 @@ def measure(setup: Setup, size: int) -> dict[str, Any]:
 
 def print_measure(row: dict[str, Any]) -> None:
     real = row["tokens_per_s"]
-    print(
+    print(  # flushed: a run that is cut short has shown its rows
         f"speed-up at batch {row['batch']:3} {row['predicted']:9.2f} {row['measured']:9.2f} {row['ratio']:6.2f} "
         f"{row['bound']:6.2f}   {row['share_of_bound']:.2f} of the bound; real tokens/s {real['padded']:,.0f} padded, "
-        f"{real['packed']:,.0f} packed; losses differ by {row['losses_differ']:.1e}"
+        f"{real['packed']:,.0f} packed; losses differ by {row['losses_differ']:.1e}",
+        flush=True,
     )
 
 
