@@ -19,6 +19,7 @@ class EngineConfig:
     max_running: requests that share a step. prefill_chunk: prompt tokens a step, beside the decoding ones.
     prefix_sharing: keep full pages to be found by requests with the same beginning.
     cuda_graph: replay decoding steps as CUDA graphs (no effect on a CPU).
+    cpu_kernel: decode float32 models on a CPU by kernel/decode_cpu, which a C++ compiler builds at first use.
     batch_invariant: a token's numbers do not depend on what shares its step, to the last bit; slower (docs/engine.md).
     num_ids: ids from here up are never chosen; a model's vocabulary is padded beyond the tokenizer's. None: all.
     fuse: join the weights that read one input, in place, and use the fused kernels on a GPU; names, shapes and values
@@ -33,6 +34,7 @@ class EngineConfig:
     prefill_chunk: int = 2048
     prefix_sharing: bool = True
     cuda_graph: bool = True
+    cpu_kernel: bool = True
     batch_invariant: bool = False
     num_ids: int | None = None
     fuse: bool = True

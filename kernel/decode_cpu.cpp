@@ -1,0 +1,345 @@
+// One decoding step of a dense model on a CPU, in float32: a token each of B sequences through all layers, one call.
+//
+// Written operation by operation, a step of a small model is some 200 calls of PyTorch that cost more than their work.
+// Here threads meet five times a layer. Weights are read where the model has them, row by row; keys and values lie in
+// the engine's pages, (pages, page_size, K, D) a layer. Every sum has one order, whatever the batch and the threads, so
+// a sequence's numbers do not depend on its company. kernel/decode_cpu.py builds it and says what the pointers are.
+// Letters: B sequences, C d_model, F d_ff, H heads, K kv heads, D head_dim, V scores; N rows of a weight.
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <omp.h>
+
+typedef float v8 __attribute__((vector_size(32), aligned(4)));
+typedef float v4 __attribute__((vector_size(16), aligned(4)));
+typedef int32_t i8 __attribute__((vector_size(32), aligned(4)));
+
+#ifdef __clang__
+#define PICK4(a, b, i, j, k, l) __builtin_shufflevector(a, b, i, j, k, l)
+#else
+typedef int32_t i4 __attribute__((vector_size(16)));
+#define PICK4(a, b, i, j, k, l) __builtin_shuffle(a, b, (i4){i, j, k, l})
+#endif
+
+static inline v8 load(const float* p) { return *(const v8*)p; }
+static inline void store(float* p, v8 x) { *(v8*)p = x; }
+static inline v8 all(float x) { return (v8){x, x, x, x, x, x, x, x}; }
+static inline v4 halves(v8 x) { return (v4){x[0], x[1], x[2], x[3]} + (v4){x[4], x[5], x[6], x[7]}; }
+
+// The sum of eight lanes, in the order that sum4 has too.
+static inline float sum(v8 x) {
+    v4 t = halves(x);
+    return (t[0] + t[2]) + (t[1] + t[3]);
+}
+
+static inline v4 sum4(v8 a, v8 b, v8 c, v8 d) {
+    v4 ta = halves(a), tb = halves(b), tc = halves(c), td = halves(d);
+    v4 ab = PICK4(ta, tb, 0, 1, 4, 5) + PICK4(ta, tb, 2, 3, 6, 7);
+    v4 cd = PICK4(tc, td, 0, 1, 4, 5) + PICK4(tc, td, 2, 3, 6, 7);
+    return PICK4(ab, cd, 0, 2, 4, 6) + PICK4(ab, cd, 1, 3, 5, 7);
+}
+
+static inline v8 lower(v8 x, v8 bound) { return bound < x ? bound : x; }  // what is not a number stays so
+static inline v8 higher(v8 x, v8 bound) { return bound > x ? bound : x; }
+
+// e^x to about one unit in the last place between -87 and 88, which is where x is cut (Cephes' polynomial).
+static inline v8 exponential(v8 x) {
+    x = higher(lower(x, all(88.0f)), all(-87.0f));
+    v8 turns = x * 1.44269504088896341f + all(12582912.0f);  // 1.5 * 2^23: rounds to a whole number
+    v8 n = turns - all(12582912.0f);
+    v8 r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    v8 p = all(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    i8 power = (__builtin_convertvector(n, i8) + 127) << 23;
+    v8 scale;
+    std::memcpy(&scale, &power, sizeof scale);
+    return p * scale;
+}
+
+// ---- products: y[b][n] of rows n of w (N, width) and rows b of x (B, width)
+
+struct Rows {
+    const float* x;
+    int64_t count, width;  // B, and the stride of rows
+};
+
+// R rows of w with M rows of x; `put(b, n, value)` takes each product.
+template <int R, int M, class Put>
+static inline void tile(const float* w, int64_t n, Rows in, int64_t b, Put put) {
+    const int64_t width = in.width;
+    v8 acc[R][M];
+    for (int r = 0; r < R; r++)
+        for (int m = 0; m < M; m++) acc[r][m] = all(0.0f);
+    const float *wn = w + n * width, *xb = in.x + b * width;
+    for (int64_t i = 0; i < width; i += 8) {
+        v8 x[M];
+        for (int m = 0; m < M; m++) x[m] = load(xb + m * width + i);
+        for (int r = 0; r < R; r++) {
+            v8 weights = load(wn + r * width + i);
+            for (int m = 0; m < M; m++) acc[r][m] += weights * x[m];
+        }
+    }
+    for (int m = 0; m < M; m++) {
+        int r = 0;
+        for (; r + 4 <= R; r += 4) {
+            v4 sums = sum4(acc[r][m], acc[r + 1][m], acc[r + 2][m], acc[r + 3][m]);
+            for (int j = 0; j < 4; j++) put(b + m, n + r + j, sums[j]);
+        }
+        for (; r < R; r++) put(b + m, n + r, sum(acc[r][m]));
+    }
+}
+
+template <int R, class Put>
+static inline void rows_of_x(const float* w, int64_t n, Rows in, Put put) {
+    int64_t b = 0;
+    for (; b + 3 <= in.count; b += 3) tile<R, 3>(w, n, in, b, put);
+    if (in.count - b == 2) tile<R, 2>(w, n, in, b, put);
+    if (in.count - b == 1) tile<R, 1>(w, n, in, b, put);
+}
+
+template <class Put>
+static void product(const float* w, int64_t begin, int64_t end, Rows in, Put put) {
+    int64_t n = begin;
+    if (in.count == 1)  // eight streams keep the load units busy
+        for (; n + 8 <= end; n += 8) tile<8, 1>(w, n, in, 0, put);
+    for (; n + 4 <= end; n += 4) rows_of_x<4>(w, n, in, put);
+    for (; n < end; n++) rows_of_x<1>(w, n, in, put);
+}
+
+// ---- what lies between them
+
+static void normalise(const float* x, const float* weight, float eps, int64_t width, float* out) {
+    v8 squares = all(0.0f);
+    for (int64_t i = 0; i < width; i += 8) squares += load(x + i) * load(x + i);
+    const float scale = 1.0f / std::sqrt(sum(squares) / (float)width + eps);
+    for (int64_t i = 0; i < width; i += 8) store(out + i, load(x + i) * scale * load(weight + i));
+}
+
+static void turn(float* x, const float* cos, const float* sin, int64_t half) {
+    for (int64_t i = 0; i < half; i++) {
+        float first = x[i], second = x[i + half];
+        x[i] = first * cos[i] - second * sin[i];
+        x[i + half] = second * cos[i] + first * sin[i];
+    }
+}
+
+struct Pages {
+    float *keys, *values;
+    const int32_t* table;  // of this sequence
+    int64_t page_size, stride;  // stride: K * D, of tokens
+    int64_t place(int64_t s) const { return (table[s / page_size] * page_size + s % page_size) * stride; }
+};
+
+// q k^T / sqrt(D) of `count` keys that lie `stride` apart, by fours: up to three scores past the end are written too.
+static void score_run(const float* q, const float* keys, int64_t count, int64_t stride, int64_t D, float* scores) {
+    const float scale = 1.0f / std::sqrt((float)D);
+    for (int64_t s = 0; s < count; s += 4) {
+        const float* k[4];
+        for (int64_t j = 0; j < 4; j++) k[j] = keys + (s + j < count ? s + j : count - 1) * stride;
+        v8 acc[4] = {all(0.0f), all(0.0f), all(0.0f), all(0.0f)};
+        for (int64_t d = 0; d < D; d += 8) {
+            v8 part = load(q + d);
+            for (int j = 0; j < 4; j++) acc[j] += part * load(k[j] + d);
+        }
+        *(v4*)(scores + s) = sum4(acc[0], acc[1], acc[2], acc[3]) * scale;
+    }
+}
+
+// out[0 .. 8 PARTS) of weights v / `total`, v from column `at`.
+template <int PARTS>
+static void weigh(const Pages& pages, int64_t at, int64_t length, const float* weights, float total, float* out) {
+    v8 acc[PARTS];
+    for (int j = 0; j < PARTS; j++) acc[j] = all(0.0f);
+    for (int64_t first = 0; first < length; first += pages.page_size) {
+        const float* v = pages.values + pages.place(first) + at;
+        const int64_t end = first + pages.page_size < length ? first + pages.page_size : length;
+        for (int64_t s = first; s < end; s++, v += pages.stride)
+            for (int j = 0; j < PARTS; j++) acc[j] += all(weights[s]) * load(v + 8 * j);
+    }
+    for (int j = 0; j < PARTS; j++) store(out + 8 * j, acc[j] / all(total));
+}
+
+// softmax(q k^T / sqrt(D)) v of one head over `length` tokens; `at` is its kv head's first column; scores (length + 8).
+static void attend(const float* q, Pages pages, int64_t at, int64_t length, int64_t D, float* scores, float* out) {
+    for (int64_t first = 0; first < length; first += pages.page_size) {
+        const int64_t count = first + pages.page_size < length ? pages.page_size : length - first;
+        score_run(q, pages.keys + pages.place(first) + at, count, pages.stride, D, scores + first);
+    }
+    float top = scores[0];
+    for (int64_t s = 1; s < length; s++) top = scores[s] > top ? scores[s] : top;
+    for (int64_t s = length; s < length + 8; s++) scores[s] = -1e30f;  // past the end: e^-87 each at most
+    v8 sums = all(0.0f);
+    for (int64_t s = 0; s < length; s += 8) {
+        v8 weights = exponential(load(scores + s) - all(top));
+        store(scores + s, weights);
+        sums += weights;
+    }
+    const float total = sum(sums);
+    int64_t d = 0;
+    for (; d + 32 <= D; d += 32) weigh<4>(pages, at + d, length, scores, total, out + d);
+    for (; d < D; d += 8) weigh<1>(pages, at + d, length, scores, total, out + d);
+}
+
+// ---- the step
+
+struct Sizes {  // kernel.decode_cpu.Sizes
+    int64_t layers, C, F, H, K, D, V, page_size, columns, longest, threads;
+    double eps;
+};
+
+struct Layer {  // kernel.decode_cpu.LAYER_POINTERS
+    const float *attention_norm, *q, *k, *v, *q_bias, *k_bias, *v_bias, *q_norm, *k_norm, *o;
+    const float *ffn_norm, *gate, *up, *down;
+    float *keys, *values;
+};
+
+struct Model {  // kernel.decode_cpu.MODEL_POINTERS
+    const float *embedding, *norm, *output, *cos, *sin;
+    const int32_t* tables;
+    int64_t* last_tokens;
+};
+
+struct Step {
+    int64_t B;
+    const int64_t *slots, *lengths;
+    float *stream, *qkv, *attended, *hidden;  // (B, C), (B, (H + 2K) D), (B, H D), (B, F)
+};
+
+// Where the part of thread `part` of `threads` begins among `count` rows, in eights.
+static inline int64_t cut(int64_t count, int64_t part, int64_t threads) {
+    const int64_t begin = (count + 7) / 8 * part / threads * 8;
+    return begin < count ? begin : count;
+}
+
+static void project_qkv(const Sizes& z, const Layer& l, const Step& s, const float* normed, int64_t part) {
+    const float *weights[3] = {l.q, l.k, l.v}, *biases[3] = {l.q_bias, l.k_bias, l.v_bias};
+    const int64_t width = (z.H + 2 * z.K) * z.D, firsts[4] = {0, z.H * z.D, (z.H + z.K) * z.D, width};
+    const int64_t begin = cut(width, part, z.threads), end = cut(width, part + 1, z.threads);
+    for (int i = 0; i < 3; i++) {
+        const int64_t from = begin > firsts[i] ? begin : firsts[i], to = end < firsts[i + 1] ? end : firsts[i + 1];
+        const float* bias = biases[i];
+        float* out = s.qkv + firsts[i];
+        product(weights[i], from - firsts[i], to - firsts[i], {normed, s.B, z.C}, [&](int64_t b, int64_t n, float y) {
+            out[b * width + n] = bias ? y + bias[n] : y;
+        });
+    }
+}
+
+// One kv head of one sequence: its key and value into the pages, then the query heads that read it.
+static void attend_group(const Sizes& z, const Model& m, const Layer& l, const Step& s, int64_t task, float* scores) {
+    const int64_t b = task / z.K, head = task % z.K, D = z.D, group = z.H / z.K, position = s.lengths[b] - 1;
+    const float *cos = m.cos + position * (D / 2), *sin = m.sin + position * (D / 2);
+    float *q = s.qkv + b * (z.H + 2 * z.K) * D + head * group * D, *k = s.qkv + b * (z.H + 2 * z.K) * D;
+    k += (z.H + head) * D;
+    Pages pages = {l.keys, l.values, m.tables + s.slots[b] * z.columns, z.page_size, z.K * D};
+    if (l.k_norm) normalise(k, l.k_norm, (float)z.eps, D, k);
+    turn(k, cos, sin, D / 2);
+    const int64_t place = pages.place(position) + head * D;
+    std::memcpy(pages.keys + place, k, D * sizeof(float));
+    std::memcpy(pages.values + place, k + z.K * D, D * sizeof(float));
+    for (int64_t g = 0; g < group; g++, q += D) {
+        if (l.q_norm) normalise(q, l.q_norm, (float)z.eps, D, q);
+        turn(q, cos, sin, D / 2);
+        attend(q, pages, head * D, position + 1, D, scores, s.attended + (b * z.H + head * group + g) * D);
+    }
+}
+
+static void activate(const Sizes& z, const Layer& l, const Step& s, const float* normed, int64_t part, float* gates) {
+    const int64_t begin = cut(z.F, part, z.threads), end = cut(z.F, part + 1, z.threads), F = z.F;
+    const Rows in = {normed, s.B, z.C};
+    product(l.gate, begin, end, in, [&](int64_t b, int64_t n, float y) { gates[b * F + n] = y; });
+    product(l.up, begin, end, in, [&](int64_t b, int64_t n, float y) { s.hidden[b * F + n] = y; });
+    for (int64_t b = 0; b < s.B; b++)
+        for (int64_t n = b * F + begin; n < b * F + end; n += 8) {
+            const v8 gate = load(gates + n);
+            store(s.hidden + n, gate / (all(1.0f) + exponential(-gate)) * load(s.hidden + n));
+        }
+}
+
+static void add_product(const Sizes& z, const Step& s, const float* w, const float* x, int64_t width, int64_t part) {
+    const int64_t begin = cut(z.C, part, z.threads), end = cut(z.C, part + 1, z.threads), C = z.C;
+    product(w, begin, end, {x, s.B, width}, [&](int64_t b, int64_t n, float y) { s.stream[b * C + n] += y; });
+}
+
+static void normalise_rows(const Sizes& z, const Step& s, const float* weight, float* normed) {
+    for (int64_t b = 0; b < s.B; b++) normalise(s.stream + b * z.C, weight, (float)z.eps, z.C, normed + b * z.C);
+}
+
+// The likeliest of scores (V,) and its log-probability: packed takes id, log-probability and the kept mass 1.
+static float choose(const float* scores, int64_t V, int64_t* last_token, double* packed) {
+    int64_t best = 0;
+    for (int64_t n = 1; n < V; n++) best = scores[n] > scores[best] ? n : best;
+    const float top = scores[best];
+    v8 sums = all(0.0f);
+    int64_t n = 0;
+    for (; n + 8 <= V; n += 8) sums += exponential(load(scores + n) - all(top));
+    float total = sum(sums);
+    for (; n < V; n++) total += std::exp(scores[n] - top);
+    *last_token = best;
+    packed[0] = (double)best, packed[1] = -(double)std::log(total), packed[2] = 1.0;
+    return top + std::log(total);
+}
+
+// rows (2, B): slots and lengths; scores (B, stride); packed (B, 3) and norms (B,), or null where nothing is chosen.
+struct Outputs {
+    float* scores;
+    int64_t stride;
+    double* packed;
+    float* norms;
+    float* scratch;
+};
+
+extern "C" int64_t scratch_floats(const Sizes* z, int64_t B) {
+    const int64_t own = B * (z->C + z->F) + z->longest + 64;  // a thread's: normed, gates, scores
+    return B * (z->C + (z->H + 2 * z->K) * z->D + z->H * z->D + z->F) + z->threads * own;
+}
+
+extern "C" void decode(const Sizes* sizes, const Model* model, const Layer* layers, const int64_t* slots,
+                       const int64_t* lengths, int64_t B, const Outputs* outputs) {
+    Sizes z = *sizes;
+    const Model& m = *model;
+    const Outputs& to = *outputs;
+    Step s = {B, slots, lengths, to.scratch, nullptr, nullptr, nullptr};
+    s.qkv = s.stream + B * z.C;
+    s.attended = s.qkv + B * (z.H + 2 * z.K) * z.D;
+    s.hidden = s.attended + B * z.H * z.D;
+    float* threads_own = s.hidden + B * z.F;
+#pragma omp parallel num_threads(z.threads) if (z.threads > 1) firstprivate(z)
+    {
+        const int64_t part = omp_get_thread_num();
+        z.threads = omp_get_num_threads();  // no more than was asked for
+        float* normed = threads_own + part * (B * (z.C + z.F) + z.longest + 64);
+        float *gates = normed + B * z.C, *scores = gates + B * z.F;
+        for (int64_t b = part; b < B; b += z.threads)
+            std::memcpy(s.stream + b * z.C, m.embedding + m.last_tokens[slots[b]] * z.C, z.C * sizeof(float));
+#pragma omp barrier
+        for (const Layer* l = layers; l < layers + z.layers; l++) {
+            normalise_rows(z, s, l->attention_norm, normed);
+            project_qkv(z, *l, s, normed, part);
+#pragma omp barrier
+            for (int64_t task = part; task < B * z.K; task += z.threads) attend_group(z, m, *l, s, task, scores);
+#pragma omp barrier
+            add_product(z, s, l->o, s.attended, z.H * z.D, part);
+#pragma omp barrier
+            normalise_rows(z, s, l->ffn_norm, normed);
+            activate(z, *l, s, normed, part, gates);
+#pragma omp barrier
+            add_product(z, s, l->down, s.hidden, z.F, part);
+#pragma omp barrier
+        }
+        normalise_rows(z, s, m.norm, normed);
+        product(m.output, cut(z.V, part, z.threads), cut(z.V, part + 1, z.threads), {normed, B, z.C},
+                [&](int64_t b, int64_t n, float y) { to.scores[b * to.stride + n] = y; });
+        if (to.packed) {
+#pragma omp barrier
+            for (int64_t b = part; b < B; b += z.threads)
+                to.norms[b] = choose(to.scores + b * to.stride, z.V, m.last_tokens + slots[b], to.packed + 3 * b);
+        }
+    }
+}

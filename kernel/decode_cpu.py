@@ -1,0 +1,104 @@
+"""One decoding step of a dense float32 model on a CPU as one call of decode_cpu.cpp, over the engine's paged cache.
+
+A step of a small model is some 200 operations of PyTorch, each a few microseconds of the host around less work. The
+library reads weights and pages where they lie: the caller gives addresses, and keeps the tensors alive.
+"""
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernel.decode_cpu_build import decode_library
+
+# A layer's float32 tensors in the order of the struct Layer, 0 for one that the model lacks: norms (C,) or (D,),
+# weights (out, in), biases (out,), keys and values (pages, page_size, K, D).
+LAYER_POINTERS = (
+    *("attention_norm", "q", "k", "v", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "o"),
+    *("ffn_norm", "gate", "up", "down", "keys", "values"),
+)
+# Of the whole model: embedding and output (vocabulary, C), norm (C,), cos and sin (longest, D/2) float32, the slots'
+# block tables (slots, columns) int32 and last tokens (slots,) int64.
+MODEL_POINTERS = ("embedding", "norm", "output", "cos", "sin", "tables", "last_tokens")
+LANES = 8  # floats of a vector: rows of every weight and heads are whole vectors
+WORK_PER_THREAD = 250_000  # multiply-adds of a step, below which a thread costs more than it does
+
+
+class Sizes(ctypes.Structure):
+    """The struct Sizes: layers, C d_model, F d_ff, H heads, K kv heads, D head_dim, V scores to compute.
+
+    page_size: of the cache. columns: of the block tables. longest: tokens of a sequence at most. threads: set by each step.
+    """
+
+    _fields_ = [(name, ctypes.c_int64) for name in "layers C F H K D V page_size columns longest threads".split()] + [
+        ("eps", ctypes.c_double)
+    ]
+
+
+class Outputs(ctypes.Structure):
+    """The struct Outputs."""
+
+    _fields_ = [
+        ("scores", ctypes.c_void_p), ("stride", ctypes.c_int64), ("packed", ctypes.c_void_p),
+        ("norms", ctypes.c_void_p), ("scratch", ctypes.c_void_p),
+    ]  # fmt: skip
+
+
+@dataclass
+class Decoded:
+    """scores (B, V) float32, the step's own until the next one; of the likeliest ids packed (B, 3) float64, id,
+
+    log-probability and 1, and log_norms (B,) float32, log of the sum of e^scores; None where nothing was chosen.
+    """
+
+    scores: Tensor
+    packed: Tensor | None = None
+    log_norms: Tensor | None = None
+
+
+def decode_runs(widths: list[int], head_dim: int) -> bool:
+    """Whether the library takes a model whose weights have rows of `widths`, and can be had on this machine."""
+    return all(width % LANES == 0 for width in (*widths, head_dim)) and decode_library() is not None
+
+
+class CpuDecoder:
+    """Steps of one model's shape; buffers grow with the batch."""
+
+    def __init__(self, sizes: Sizes):
+        self.library, self.sizes = decode_library(), sizes
+        self.library.scratch_floats.restype = ctypes.c_int64
+        self.scores = self.scratch = torch.empty(0)
+        attention = (2 * sizes.H + 2 * sizes.K) * sizes.D
+        self.work = sizes.layers * (sizes.C * (attention + 3 * sizes.F)) + sizes.C * sizes.V  # multiply-adds a token
+
+    def step(self, model: np.ndarray, layers: np.ndarray, rows: Tensor, choose: bool) -> Decoded:
+        """One token each of rows (2 or more, B) int64, slots and lengths with the token itself.
+
+        model (7,) and layers (L, 16) int64: addresses in the order of MODEL_POINTERS and LAYER_POINTERS. The tokens are
+        the slots' last tokens; with `choose` the likeliest ids take their place. Keys and values go into the pages.
+        """
+        count, sizes = rows.shape[1], self.sizes
+        sizes.threads = max(1, min(torch.get_num_threads(), count * self.work // WORK_PER_THREAD))
+        self.grow(count)
+        decoded = Decoded(self.scores[:count])
+        outputs = Outputs(self.scores.data_ptr(), sizes.V, None, None, self.scratch.data_ptr())
+        if choose:
+            decoded.packed, decoded.log_norms = torch.empty(count, 3, dtype=torch.float64), torch.empty(count)
+            outputs.packed, outputs.norms = decoded.packed.data_ptr(), decoded.log_norms.data_ptr()
+        slots = rows.data_ptr()
+        self.library.decode(
+            ctypes.byref(sizes), ctypes.c_void_p(model.ctypes.data), ctypes.c_void_p(layers.ctypes.data),
+            ctypes.c_void_p(slots), ctypes.c_void_p(slots + 8 * rows.stride(0)), ctypes.c_int64(count),
+            ctypes.byref(outputs),
+        )  # fmt: skip
+        return decoded
+
+    def grow(self, count: int) -> None:
+        """Make the buffers large enough for `count` tokens."""
+        needed = self.library.scratch_floats(ctypes.byref(self.sizes), ctypes.c_int64(count))
+        if self.scratch.numel() < needed:
+            self.scratch = torch.empty(needed)
+        if self.scores.shape[0] < count:
+            self.scores = torch.empty(count, self.sizes.V)
