@@ -15,6 +15,7 @@ from llm.engine_cache import KERNEL_HEAD_DIMS, DecodeRows, PagedCache, PromptPie
 from llm.engine_config import EngineConfig
 from llm.engine_few import FewRows, runs_few
 from llm.engine_graphs import DecodeGraphs
+from llm.engine_host import HostSteps, runs_host
 from llm.engine_invariant import InvariantSteps
 from llm.engine_sampling import Sampled, SamplingMode, SlotSettings, penalise_rows, sample_rows, sample_rows_fused
 from llm.engine_scheduler import Request, Segment, StepPlan
@@ -82,6 +83,8 @@ class EngineRunner:
         self.single = SingleToken(self) if self.use_kernels and runs_single(model) else None
         self.few = FewRows(self) if self.use_kernels and runs_few(model) else None
         self.invariant = InvariantSteps(self) if config.batch_invariant else None
+        plain = self.invariant is None and tensor_layout is None and config.cpu_kernel and runs_host(model, self.dtype)
+        self.host = HostSteps(self, *position_tables(model, self.max_len)) if plain else None
         self.graphs = DecodeGraphs(self) if self.uses_graphs and self.invariant is None else None
 
     @property
@@ -129,6 +132,8 @@ class EngineRunner:
             result = self.graphs.run(sampled, rows)
         else:
             rows = self.upload(rows)
+            if self.host is not None and self.host.takes(plan):
+                return self.fetch(self.host.run(sampled, rows), sampled, weight_version)
             result = self.sample(self.logits(plan, rows), sampled, rows)
         return self.fetch(result, sampled, weight_version)
 
