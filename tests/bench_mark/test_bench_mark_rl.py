@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from alignment.dataset import normal_question
+from bench_mark.bench_mark_rl_figure import draw, read_runs, smooth
 from bench_mark.bench_mark_rl_runs import Plan, Run, rl_runs, side_by_side, write_held_out
 from bench_mark.bench_mark_rl_summary import print_rows, rl_row, summarise
 from configs.run_dir import read_jsonl
@@ -72,3 +73,18 @@ def test_processes_are_dealt_over_devices_and_failures_noted(plan: Plan) -> None
     side_by_side(plan, runs, 60.0)
     assert [(plan.out / "logs" / f"run{i}.txt").read_text().strip() for i in range(3)] == ["4", "5", "4"]
     assert len(plan.notes) == 1 and plan.notes[0].startswith("broken ended with 3")
+
+
+def test_curves_are_drawn_of_what_a_run_kept(plan: Plan, tmp_path: Path) -> None:
+    plan.work = plan.out  # where the small files end
+    for run in rl_runs(plan)[:2]:
+        write_run(plan, run.name, [0.3, 0.4, 0.5])
+    (plan.out / "summary.json").write_text(json.dumps(summarise(plan, rl_runs(plan))))
+    runs = read_runs(plan.out)
+    assert [len(run["batches"]) for run in runs] == [2, 2] and [len(run["held_out"]) for run in runs] == [3, 3]
+    draw(runs, tmp_path / "curves")
+    assert (tmp_path / "curves.png").stat().st_size > 10_000 and (tmp_path / "curves.pdf").exists()
+
+
+def test_smoothing_takes_no_value_from_later_batches() -> None:
+    assert smooth([1.0, 3.0, 5.0, 7.0, 9.0, 11.0]) == [1.0, 2.0, 3.0, 4.0, 5.0, 7.0]
