@@ -43,18 +43,22 @@ class DecodeGraphs:
         """One token for each request; rows (3, B) on the host as llm.engine_runner.row_numbers makes them."""
         size = next(size for size in self.sizes if size >= len(requests))
         configs = [request.params.sampling for request in requests]
-        on_host = any(r.ngrams is not None or r.params.sampling.repetition_penalty != 1.0 for r in requests)
-        mode = None if on_host else SamplingMode.of(configs)
+        mode = None if any(map(needs_host, requests)) else SamplingMode.of(configs)
         key = size, mode, length_bound(max(request.num_computed for request in requests), self.runner.max_len)
-        captured = self.captured.get(key)
-        if captured is None:
-            captured = self.captured[key] = self.capture(*key)
-        captured.rows.copy_(self.runner.upload(self.padded(rows, size)))
-        captured.graph.replay()
-        if mode is not None:
-            return captured.result.first(len(requests))
+        result, on_device = self.replay(key, self.padded(rows, size))
         count = len(requests)
-        return self.runner.sample(captured.result[:count], requests, captured.rows[:, :count])
+        if mode is not None:
+            return result.first(count)
+        return self.runner.sample(result[:count], requests, on_device[:, :count])
+
+    def replay(self, key: tuple[int, SamplingMode | None, int], rows: np.ndarray) -> tuple[Any, Tensor]:
+        """What the graph of `key` leaves for these rows, and where they are on the device."""
+        if key not in self.captured:
+            self.captured[key] = self.capture(*key)
+        captured = self.captured[key]
+        captured.rows.copy_(self.runner.staged(rows), non_blocking=True)
+        captured.graph.replay()
+        return captured.result, captured.rows
 
     def padded(self, rows: np.ndarray, size: int) -> np.ndarray:
         """(3, B) -> (3, size): the spare slot with one token."""
@@ -84,6 +88,11 @@ class DecodeGraphs:
             return scores if mode is None else runner.choose(scores[:, : runner.config.num_ids], rows, mode)
 
         return step
+
+
+def needs_host(request: Request) -> bool:
+    """Whether its scores are changed by what the host knows: bans of n-grams, penalties."""
+    return request.ngrams is not None or request.params.sampling.repetition_penalty != 1.0
 
 
 def record(step: Callable[[], Any], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Any]:

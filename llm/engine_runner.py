@@ -4,6 +4,7 @@ The host never waits for a token to launch the next step: sampled ids stay on th
 next step finds them, and their copies for the host are read one step later.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,10 @@ from llm.engine_cache import KERNEL_HEAD_DIMS, DecodeRows, PagedCache, PromptPie
 from llm.engine_config import EngineConfig
 from llm.engine_few import FewRows, runs_few
 from llm.engine_graphs import DecodeGraphs
+from llm.engine_graphs_prompt import PromptGraphs
 from llm.engine_host import HostSteps, runs_host
 from llm.engine_invariant import InvariantSteps
+from llm.engine_prompts import prompt_arrays
 from llm.engine_sampling import Sampled, SamplingMode, SlotSettings, penalise_rows, sample_rows, sample_rows_fused
 from llm.engine_scheduler import Request, Segment, StepPlan
 from llm.engine_single import SingleToken, runs_single
@@ -86,6 +89,7 @@ class EngineRunner:
         plain = self.invariant is None and tensor_layout is None and config.cpu_kernel and runs_host(model, self.dtype)
         self.host = HostSteps(self, *position_tables(model, self.max_len)) if plain else None
         self.graphs = DecodeGraphs(self) if self.uses_graphs and self.invariant is None else None
+        self.prompt_graphs = None if self.graphs is None else PromptGraphs(self, self.graphs.pool)
 
     @property
     def uses_graphs(self) -> bool:
@@ -96,10 +100,14 @@ class EngineRunner:
         """A page of a slot, to be sent with the next step."""
         self.page_changes.append((slot * self.tables.shape[1] + column, page))
 
+    def staged(self, values: np.ndarray) -> Tensor:
+        """A host array as a tensor that the device can fetch by itself."""
+        host = torch.from_numpy(values)
+        return host.pin_memory() if self.device.type == "cuda" else host
+
     def upload(self, values: np.ndarray) -> Tensor:
         """A host array to the device without waiting for it."""
-        host = torch.from_numpy(values)
-        return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
+        return self.staged(values).to(self.device, non_blocking=True)
 
     def prepare(self, admitted: list[Request]) -> None:
         """Send what changed since the last step: pages, and the settings of newly admitted requests."""
@@ -128,14 +136,27 @@ class EngineRunner:
         self.prepare(admitted)
         sampled = plan.sampled
         rows = row_numbers(sampled)  # (3, R)
-        if self.graphs is not None and not plan.segments:
-            result = self.graphs.run(sampled, rows)
-        else:
-            rows = self.upload(rows)
-            if self.host is not None and self.host.takes(plan):
-                return self.fetch(self.host.run(sampled, rows), sampled, weight_version)
-            result = self.sample(self.logits(plan, rows), sampled, rows)
-        return self.fetch(result, sampled, weight_version)
+        if self.replays(plan):
+            return self.fetch(self.replay(plan, sampled, rows), sampled, weight_version)
+        rows = self.upload(rows)
+        if self.host is not None and self.host.takes(plan):
+            return self.fetch([self.host.run(sampled, rows)], sampled, weight_version)
+        return self.fetch([self.sample(self.logits(plan, rows), sampled, rows)], sampled, weight_version)
+
+    def replays(self, plan: StepPlan) -> bool:
+        """Whether graphs can run the whole step."""
+        if self.graphs is None or not plan.segments:
+            return self.graphs is not None
+        return self.prompt_graphs is not None and self.prompt_graphs.takes(plan.segments)
+
+    def replay(self, plan: StepPlan, sampled: list[Request], rows: np.ndarray) -> list[Sampled]:
+        """The step as a graph for the decoding rows and one for the pieces of prompts."""
+        count, results = len(plan.decode), []
+        if plan.decode:
+            results.append(self.graphs.run(plan.decode, rows[:, :count]))
+        if plan.segments:
+            results.append(self.prompt_graphs.run(plan.segments, sampled[count:], rows[:, count:]))
+        return results
 
     def logits(self, plan: StepPlan, rows: Tensor) -> Tensor:
         """Run the model over a step's tokens: the scores (R, V) of the rows that sample, of which `rows` tells."""
@@ -199,33 +220,16 @@ class EngineRunner:
 
     def prompt_inputs(self, segments: list[Segment]) -> tuple[Tensor, PromptPieces]:
         """(3, M) token ids, positions and places of pieces of prompts, and what they attend to."""
-        page_size, columns, histories, offsets = self.config.page_size, [], [], [0]
-        for segment in segments:
-            end = segment.start + len(segment.token_ids)
-            every = np.arange(end)
-            pages = np.array(segment.request.pages, dtype=np.int64)
-            places = pages[every // page_size] * page_size + every % page_size  # (end,)
-            columns.append(np.stack((segment.token_ids, every[segment.start :], places[segment.start :])))
-            histories.append(places)
-            offsets.append(offsets[-1] + len(segment.token_ids))
-        inputs = self.upload(np.concatenate(columns, axis=1))  # (3, M)
+        arrays = prompt_arrays(segments, self.config.page_size)
+        inputs, offsets = self.upload(arrays.tokens), arrays.offsets.tolist()
         if not self.use_kernels:
-            return inputs, PromptPieces(offsets, [torch.from_numpy(places) for places in histories])
-        return inputs, self.packed_pieces(segments, offsets, histories)
-
-    def packed_pieces(self, segments: list[Segment], offsets: list[int], histories: list[np.ndarray]) -> PromptPieces:
-        """The pieces as flash_attention takes them: keys packed request after request, an interval a query."""
+            counts = np.diff(arrays.history_offsets).tolist()
+            return inputs, PromptPieces(offsets, list(torch.from_numpy(arrays.history).split(counts)))
         from kernel.flash_attention_ranges import ranges_from_keys
 
-        lows, highs, first = [], [], 0
-        for segment, places in zip(segments, histories, strict=True):
-            count = len(segment.token_ids)
-            lows.append(np.full(count, first))
-            highs.append(first + 1 + np.arange(segment.start, segment.start + count))
-            first += len(places)
-        bounds = self.upload(np.stack((np.concatenate(lows), np.concatenate(highs))).astype(np.int32))  # (2, M)
-        packed = self.upload(np.concatenate(histories))  # (S,)
-        return PromptPieces(offsets, [], packed, ranges_from_keys(bounds[:1], bounds[1:], first))
+        bounds = self.upload(arrays.bounds.astype(np.int32))  # (2, M)
+        ranges = ranges_from_keys(bounds[:1], bounds[1:], len(arrays.history))
+        return inputs, PromptPieces(offsets, [], self.upload(arrays.history), ranges)
 
     def sample(self, logits: Tensor, requests: list[Request], rows: Tensor) -> Sampled:
         """The next token of each row of logits (R, V), whose slots and uniforms are in `rows` (3, R)."""
@@ -242,8 +246,8 @@ class EngineRunner:
     def choose(self, scores: Tensor, rows: Tensor, mode: SamplingMode) -> Sampled:
         """Draw from scores (R, V), and note the ids where the next step and the penalties look for them."""
         slots, uniforms = rows[0], rows[2].view(torch.float64)
-        if self.use_kernels and not mode.truncates and len(scores):
-            result = sample_rows_fused(scores, slots, uniforms, self, mode.draws)
+        if self.use_kernels and len(scores):
+            result = sample_rows_fused(scores, slots, uniforms, self, mode)
         else:
             settings = self.settings.rows(slots) if mode.draws else None
             result = sample_rows(scores.float(), settings, uniforms, mode)
@@ -252,18 +256,26 @@ class EngineRunner:
             self.seen[slots, result.packed[:, 0].long()] = True
         return result
 
-    def fetch(self, result: Sampled, requests: list[Request], weight_version: int) -> Launch:
-        """Start the copies for the host."""
-        count = max((request.params.top_log_probs for request in requests), default=0)
-        alternatives = result.alternatives(count) if count else None
+    def fetch(self, results: list[Sampled], requests: list[Request], weight_version: int) -> Launch:
+        """Start the copies for the host of what the requests have drawn, one result after the other."""
+        most = max((request.params.top_log_probs for request in requests), default=0)
+        packed = joined([result.packed for result in results])
+        alternatives = None
+        if most:
+            alternatives = tuple(map(joined, zip(*(result.alternatives(most) for result in results), strict=True)))
         if self.device.type != "cuda":
-            return Launch(requests, weight_version, result.packed, alternatives)
-        packed = result.packed.to("cpu", non_blocking=True)
+            return Launch(requests, weight_version, packed, alternatives)
+        packed = packed.to("cpu", non_blocking=True)
         if alternatives is not None:
             alternatives = tuple(tensor.to("cpu", non_blocking=True) for tensor in alternatives)
         done = torch.cuda.Event()
         done.record()
         return Launch(requests, weight_version, packed, alternatives, done)
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """The rows of all."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(tuple(tensors))
 
 
 def row_numbers(requests: list[Request]) -> np.ndarray:

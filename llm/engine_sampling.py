@@ -108,13 +108,26 @@ def likeliest(scores: Tensor) -> Sampled:
     return Sampled(packed, scores, torch.zeros_like(log_norms), log_norms)
 
 
-def sample_rows_fused(scores: Tensor, slots: Tensor, uniforms: Tensor, tables: Any, draws: bool) -> Sampled:
-    """The same without filters by kernel/sampling, which also writes tables.last_tokens (tables: the EngineRunner)."""
+def sample_rows_fused(scores: Tensor, slots: Tensor, uniforms: Tensor, tables: Any, mode: SamplingMode) -> Sampled:
+    """The same by kernel/sampling, which also writes tables.last_tokens (tables: the EngineRunner).
+
+    Its sums are a row's own, so that company changes no bit; filters mask scores, and what they keep is drawn from and
+    summed by the same kernel.
+    """
     from kernel.sampling import RowInputs, choose_tokens
 
     temperatures = tables.settings.temperature
-    packed, log_norms = choose_tokens(scores, RowInputs(slots, uniforms, temperatures, tables.last_tokens), draws)
-    return Sampled(packed, scores, temperatures[slots], log_norms)
+    rows = RowInputs(slots, uniforms, temperatures, tables.last_tokens)
+    packed, log_norms = choose_tokens(scores, rows, mode.draws)
+    own = temperatures[slots]
+    if mode.truncates:
+        settings = tables.settings.rows(slots)
+        kept = scores.masked_fill(truncate(scores.float() / divisors(own)[:, None], settings) == BANNED, BANNED)
+        kept = torch.where((own == 0)[:, None], scores, kept)
+        packed, kept_norms = choose_tokens(kept, rows, mode.draws)
+        gained = (kept_norms - log_norms).double()  # 0 where nothing is dropped
+        packed = torch.stack((packed[:, 0], packed[:, 1] + gained, gained.exp()), dim=1)
+    return Sampled(packed, scores, own, log_norms)
 
 
 def truncate(scaled: Tensor, settings: SlotSettings) -> Tensor:

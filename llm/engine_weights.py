@@ -80,8 +80,11 @@ def light_normalise(x: Tensor, weight: Tensor, eps: float, residual: Tensor | No
     """The seam `normalise` by our kernel, without the checks and the node of autograd that cost the host 50 us."""
     if torch.is_grad_enabled():
         return fused_normalise(x, weight, eps, residual)
+    from kernel.operator_inputs import is_rows
     from kernel.rms_norm_kernels import run_forward
 
+    if not is_rows(x):  # heads of a joined projection: other columns lie between two tokens
+        x = x.contiguous()
     return run_forward(x, residual, weight, eps, x.dtype)[:2]
 
 
