@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from bench_mark.bench_mark_cp_predictions import CALIBRATED_TOKENS, HOST_TOKENS, Rates, calibrated, simulated_s
-from bench_mark.bench_mark_cp_ranks import measure_ranks
+from bench_mark.bench_mark_cp_ranks import WAYS, measure_ranks
 from bench_mark.bench_mark_cp_simulation import SimulatedRing, simulated_ring
 from bench_mark.bench_mark_model_report import facts
 from configs.run_dir import write_json_atomic
@@ -78,10 +78,8 @@ def measure_one_kernel(backend: str, inputs: list[Tensor], timing: dict[str, Any
     """The same by one call of the attention for the whole sequence, with results of its own."""
     device = inputs[0].device
     q, k, v, dout = (x.detach().requires_grad_(index < 3) for index, x in enumerate(inputs))
-    attend, ctx = (
-        ScaledDotProductAttention(backend),
-        make_context(torch.zeros(q.shape[:2], dtype=torch.int64, device=device)),
-    )
+    ctx = make_context(torch.zeros(q.shape[:2], dtype=torch.int64, device=device))
+    attend = ScaledDotProductAttention(backend)
     out, _ = attend(q, k, v, ctx)
     with torch.no_grad():
         forward = median_s(lambda: attend(q, k, v, ctx), **timing)
@@ -165,6 +163,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--backend", default=None, choices=("triton", "mock", "eager"))
+    parser.add_argument("--ways", default=",".join(WAYS), help="of several ranks; 'of one' needs alone among them")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--device", default="auto")

@@ -1,8 +1,8 @@
 """Attention of one layer over the ranks of torchrun: one device alone, our three ways and torch's context_parallel.
 
 All begin with q, k, v and dout of a rank's tokens, its share being what each way cuts; "alone" has the whole sequence
-on every rank and sends nothing. Times are the slowest rank's, forward and backward together. Exposed is what our log says
-was waited for; torch keeps no such log. Memory is rank 0's peak with its inputs.
+on every rank and sends nothing. Times are the slowest rank's, forward and backward together. Exposed is what our log
+says was waited for; torch keeps no such log. Memory is rank 0's peak with its inputs.
 """
 
 import argparse
@@ -143,7 +143,8 @@ def judged(
         return found | {"exposed_s": None, "sent_bytes": None}
     ranks = 1 if row["way"] == "alone" else setting.ranks
     tokens, layer = shape.B * shape.T // ranks, context_shape(shape, ranks, row["way"])
-    found["predicted_sent_bytes"] = float(sum(message.nbytes for message in context_messages(layer, [tokens])))
+    messages = context_messages(layer, [tokens]) if ranks > 1 else ()
+    found["predicted_sent_bytes"] = float(sum(message.nbytes for message in messages))
     found["predicted_peak_bytes"] = layer_peak_bytes(layer, tokens)
     found["peak_ratio"] = row["peak_bytes"] / found["predicted_peak_bytes"]
     if setting.rates is not None and setting.cluster is not None:

@@ -104,18 +104,3 @@ def ring_backward_time(ranks: int, block_s: float, keys_s: float, sums_s: float)
     middle = max(0, ranks - 2) * max(block_s, sums_s + keys_s)
     seconds = max(block_s, keys_s) + middle + max(block_s, sums_s) + sums_s
     return RingTime(seconds, seconds - ranks * block_s)
-
-
-def joining_bytes(ranks: int, rows: int, width: int, kv_width: int) -> tuple[float, float]:
-    """Memory traffic of one rank beside its blocks of bfloat16, forward and backward of one layer.
-
-    Forward: the first block is copied (2 + 4 bytes an element of its `rows` x `width`), each of the others multiplied
-    and added in float32 (8 + 10), and the whole rounded (4 + 2). Backward: dQ is begun (4), each block adds a part in
-    float32 (12), dK and dV of half a rank's rows likewise, and all are rounded (6). An earlier rank's block has all
-    rows and a later one's half of them, three quarters on average; of keys it is the other way round.
-    """
-    others = 0.75 * (ranks - 1)
-    forward = rows * width * (6 + 18 * others + 6)
-    queries = rows * width * (4 + 12 * (1 + others) + 6)
-    keys = 2 * rows * kv_width * (4 + 12 * (1 + others) + 6)
-    return forward, queries + keys
