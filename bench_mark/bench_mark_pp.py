@@ -79,10 +79,10 @@ def row_of(
     """What was measured beside the prediction and the formula; torch's operations are not known, so neither is."""
     row = {"variant": contestant.name, "rows": shape[0], "micro_batches": shape[1], **found}
     row |= dict.fromkeys(("predicted_step_s", "predicted_idle", "formula_idle", "idle", "idle_s"))
-    host = max(rank["host_s"] for rank in found["by_rank"])
-    row["bound"] = "–" if contestant.tracer is None else "host" if host > HOST_BOUND * found["step_s"] else "device"
     if contestant.tracer is None:
-        return row
+        return row | {"bound": "–"}
+    host = max(rank["host_s"] for rank in found["by_rank"])
+    row["bound"] = machine.device if host < HOST_BOUND * found["step_s"] or machine.device == "cpu" else "host"
     config = contestant.config(*shape)
     simulation = layout_time(config, meta_params(config.model), machine, ranks).simulation
     idle = found["step_s"] - sum(rank["busy_s"] for rank in found["by_rank"]) / ranks

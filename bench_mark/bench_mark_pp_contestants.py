@@ -141,40 +141,45 @@ class Bench:
         return Contestant(f"{schedule}{' graph' if graph else ''}", schedule, chunks, step, tracer, config)
 
     def torchs(self, name: str) -> Contestant:
-        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+        """torch.distributed.pipelining over the same weights; zero_bubble is its interleaved one, two stages a rank."""
+        from torch.distributed import pipelining
 
-        parts = self.parts(self.config("1f1b", 1, False, 1, 1))  # the same cut and weights
-        rank, ranks = self.mesh.rank_in("pp"), self.mesh.size("pp")
-        own, loss = parts.pipeline.models[rank], make_loss(self.kernels, 0.0)
-        module = TorchStage(own, self.autocast_dtype)
-        boundary = parts.pipeline.boundary
-        kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[name]
+        kinds = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "zero_bubble": "ScheduleInterleavedZeroBubble"}
+        kind, chunks = getattr(pipelining, kinds[name]), 2 if name == "zero_bubble" else 1
+        parts = self.parts(self.config("interleaved" if chunks > 1 else "1f1b", chunks, False, 1, 1))
+        modules = {stage: TorchStage(model, self.autocast_dtype) for stage, model in parts.pipeline.models.items()}
+        is_last, loss = parts.pipeline.last_stage in modules, make_loss(self.kernels, 0.0)
 
         def step(rows: int, micro_batches: int) -> float:
             ids, targets = self.batch(rows, micro_batches)
-            one = Batch(ids[:rows], targets[:rows], 0)
-            # Shapes given: torch would find them by running the stages on meta tensors, which no kernel takes.
-            states = boundary(one).requires_grad_()
-            given = (one.token_ids,) if rank == 0 else (states,)
-            stage = PipelineStage(
-                module, rank, ranks, self.mesh.device, input_args=given, output_args=(states,),
-                group=self.mesh.group("pp"),
-            )  # fmt: skip
+            stages = [self.torch_stage(parts, stage, module, ids[:rows]) for stage, module in modules.items()]
 
             def loss_of(states: Tensor, targets: Tensor) -> Tensor:
+                output = parts.pipeline.head_model.output
                 with torch.autocast(states.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None):
                     if self.kernels.uses("loss"):
-                        return loss(states, own.output, targets).loss_sum / ids.numel()
-                    return loss(own.output(states), targets).loss_sum / ids.numel()
+                        return loss(states, output, targets).loss_sum / ids.numel()
+                    return loss(output(states), targets).loss_sum / ids.numel()
 
-            schedule = kind(stage, micro_batches, loss_fn=loss_of, scale_grads=False)
+            given = stages if chunks > 1 else stages[0]
+            schedule = kind(given, micro_batches, loss_fn=loss_of, scale_grads=False)
             losses: list[Tensor] = []
-            options = {"target": targets, "losses": losses} if rank == ranks - 1 else {}
-            schedule.step(*([ids] if rank == 0 else []), **options)
-            module.zero_grad()
+            options = {"target": targets, "losses": losses} if is_last else {}
+            schedule.step(*([ids] if 0 in modules else []), **options)
+            parts.model.zero_grad()
             return float(torch.stack(losses).detach().sum()) if losses else 0.0
 
-        return Contestant(f"torch {name}", name, 1, step)
+        return Contestant(f"torch {name}", name, chunks, step)
+
+    def torch_stage(self, parts: Parallelized, stage: int, module: nn.Module, ids: Tensor) -> Any:
+        """With its shapes given: torch would find them by running the stage on meta tensors, which no kernel takes."""
+        from torch.distributed.pipelining import PipelineStage
+
+        states = parts.pipeline.boundary(Batch(ids, ids, 0)).requires_grad_()
+        return PipelineStage(
+            module, stage, parts.pipeline.last_stage + 1, self.mesh.device, input_args=(ids if stage == 0 else states,),
+            output_args=(states,), group=self.mesh.group("pp"),
+        )  # fmt: skip
 
 
 def medians(steps: list[Times]) -> dict[str, float]:
