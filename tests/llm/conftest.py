@@ -1,6 +1,7 @@
 """A small corpus, tokenizer and token directory made by the project's own scripts, once a test session."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,26 @@ import pytest
 from data_processing.document import write_documents
 from llm import bpe_training, tokenize_corpus
 from tests.stories import make_stories
+
+SERVED = ("fastapi", "starlette", "uvicorn", "openai")  # what the modules below import
+NEED_SERVER = {
+    "test_chat.py",
+    "test_serve.py",
+    *(f"test_serve_{x}.py" for x in ("clients", "page", "script", "worker")),
+}
+
+
+class ModuleWithoutServer(pytest.Module):
+    """A module whose imports would fail: skipped, with the reason."""
+
+    def collect(self):
+        pytest.skip("needs the serve and dev extras: pip install -e '.[serve,dev]'", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    if module_path.name in NEED_SERVER and not all(find_spec(name) for name in SERVED):
+        return ModuleWithoutServer.from_parent(parent, path=module_path)
+    return None
 
 
 @dataclass

@@ -1,5 +1,7 @@
 """On a GPU: graphs, kernels and batch-invariant steps against the engine on the CPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from llm.args import ModelConfig
 from llm.engine import Engine, EngineConfig, RequestParams
 from llm.sampling import SamplingConfig
 from llm.transformer import Transformer
-from tests.tolerances import ENGINE_LOG_PROBS
+from tests.tolerances import ENGINE_BF16_LOG_PROBS, ENGINE_BF16_LOG_PROBS_MEAN, ENGINE_LOG_PROBS
 
 pytestmark = pytest.mark.gpu
 SHAPES = {
@@ -74,3 +76,44 @@ def test_new_weights_reach_recorded_graphs():
     fresh = Engine(other, EngineConfig(max_running=4)).generate(PROMPTS, params())
     for ours, theirs in zip(engine.generate(PROMPTS, params()), fresh, strict=True):
         assert ours.token_ids == theirs.token_ids and set(ours.weight_versions) == {1}
+
+
+@torch.no_grad()
+def log_prob_errors(model: Transformer, completions: list) -> torch.Tensor:
+    """|engine - full pass| of every token of greedy and drawn completions at temperature 1."""
+    errors = []
+    for one in completions:
+        row = torch.tensor([one.prompt_ids + one.token_ids], device="cuda")
+        exact = model(row)[0, len(one.prompt_ids) - 1 : -1].log_softmax(-1)
+        exact = exact.gather(1, row[0, len(one.prompt_ids) :, None])[:, 0].cpu()
+        errors.append((exact - torch.tensor(one.log_probs)).abs())
+    return torch.cat(errors)
+
+
+@pytest.mark.parametrize("pdl", [True, False])
+def test_batches_in_bfloat16_match_a_full_pass(pdl):
+    """Rows of every length, more of them than the 16 of the smallest tile, through kernel/few_rows."""
+    model, exact = random_model("dense", "cuda", torch.bfloat16), random_model("dense", "cuda")
+    exact.load_state_dict({name: x.float() for name, x in model.state_dict().items()})
+    engine = Engine(model, EngineConfig(max_running=24, page_size=16))
+    engine.runner.few.config = replace(engine.runner.few.config, pdl=pdl and engine.runner.few.config.pdl)
+    taken, scores = set(), engine.runner.few.scores
+    engine.runner.few.scores = lambda rows: taken.add(rows.shape[1]) or scores(rows)
+    prompts = [[1 + i, 7, 30 * i % 250, 9] * (1 + 3 * i) for i in range(20)]
+    own = [
+        RequestParams(SamplingConfig(temperature=float(i % 2), seed=i), max_new_tokens=12 + i, index=i)
+        for i in range(20)
+    ]
+    errors = log_prob_errors(exact, engine.generate(prompts, own))
+    assert {2, 8, 24} <= taken, taken
+    assert errors.max() < ENGINE_BF16_LOG_PROBS and errors.mean() < ENGINE_BF16_LOG_PROBS_MEAN, errors
+
+
+def test_prompts_are_replayed_as_graphs():
+    engine = Engine(random_model("dense", "cuda"), EngineConfig(max_running=4, page_size=16, prefill_chunk=64))
+    first = engine.generate(PROMPTS, params())
+    assert {key[0] for key in engine.runner.prompt_graphs.captured} == {64}
+    eager = Engine(random_model("dense", "cuda"), EngineConfig(max_running=4, page_size=16, cuda_graph=False))
+    for ours, theirs in zip(first, eager.generate(PROMPTS, params()), strict=True):
+        assert ours.token_ids == theirs.token_ids
+        torch.testing.assert_close(ours.log_probs, theirs.log_probs, atol=10 * ENGINE_LOG_PROBS, rtol=0)
