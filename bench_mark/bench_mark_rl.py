@@ -20,7 +20,7 @@ from bench_mark.bench_mark_rl_base import Pretraining, pretrain_commands
 from bench_mark.bench_mark_rl_runs import (
     Plan,
     Run,
-    evaluation_run,
+    evaluation_runs,
     precision_runs,
     rl_runs,
     script,
@@ -47,6 +47,7 @@ def parse_plan(parser: argparse.ArgumentParser) -> tuple[Plan, Pretraining, dict
     parser.add_argument("--base", help="a run of ours; without it one is pretrained")
     parser.add_argument("--base-template", default=Plan.base_template, help="in which the base itself is asked")
     parser.add_argument("--gsm8k", help="jsonl of training problems, for fine-tuning beside the generated ones")
+    parser.add_argument("--gsm8k-test", help="jsonl of test problems, asked at the end")
     parser.add_argument("--level", default=Plan.level)
     parser.add_argument("--attention", default=Plan.attention)
     parser.add_argument("--kernels", default=Plan.kernels, choices=("plain", "fused"))
@@ -102,9 +103,10 @@ def learn(plan: Plan, seconds: dict[str, float]) -> tuple[list[Run], list[Run]]:
 
 def evaluate(plan: Plan, rl: list[Run], seconds: dict[str, float]) -> list[Run]:
     """pass@1 and pass@8 of the base, and of every seed before and after RL with groups of 8."""
-    runs = [evaluation_run(plan, "base", plan.base, plan.base_template)]
-    runs += [evaluation_run(plan, f"sft_{seed}", f"{plan.runs}/sft_{seed}") for seed in plan.seeds]
-    runs += [evaluation_run(plan, run.name, f"{plan.runs}/{run.name}") for run in rl if run.facts["group_size"] == 8]
+    sft = [f"sft_{seed}" for seed in plan.seeds]
+    final = {run.name: run.facts["algorithm"] for run in rl if run.facts["group_size"] == 8}
+    first = [name for name, algorithm in final.items() if algorithm == plan.algorithms[0]]
+    runs = evaluation_runs(plan, [*sft, *final], [*sft, *first])
     seconds["evaluation"] = side_by_side(plan, runs, plan.evaluate_s)
     for run in runs:
         keep(plan, run.name)

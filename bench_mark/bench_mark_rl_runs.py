@@ -15,7 +15,7 @@ from typing import Any
 from alignment.dataset import DatasetConfig, load_problems, problem_record, without_repeats
 from configs.run_dir import RunDir
 
-BASE_NEW_TOKENS = 256  # a chat model that was not fine-tuned talks before it answers
+LONG_NEW_TOKENS = 256  # a chat model that was not fine-tuned talks before it answers, and GSM8K needs more lines
 EVALUATED_SAMPLES = 8  # of each problem, for pass@1 and pass@8
 
 
@@ -31,6 +31,7 @@ class Plan:
     algorithms: tuple[str, ...] = ("grpo", "dr_grpo")
     groups: tuple[int, ...] = (4, 16)  # beside 8, with the first seed
     gsm8k: str | None = None  # a jsonl file of training problems that fine-tuning learns from as well
+    gsm8k_test: str | None = None  # and one of test problems, of which `held_out` are asked at the end
     base_template: str = "r1_short"  # in which the base is asked; chat_plain for a chat model
     devices: tuple[str, ...] = ()  # of CUDA_VISIBLE_DEVICES, a process each in turn; (): what all of them see
     attention: str = "sdpa"
@@ -146,16 +147,28 @@ def precision_runs(plan: Plan) -> list[Run]:
     ]
 
 
-def evaluation_run(plan: Plan, name: str, run: str, template: str = "r1_short") -> Run:
-    """Eight answers at temperature 1 to each held-out problem: pass@1 and pass@8."""
-    tokens = plan.max_new_tokens if template == "r1_short" else BASE_NEW_TOKENS
+def evaluation_run(plan: Plan, name: str, run: str, template: str = "r1_short", data: str | None = None) -> Run:
+    """Eight answers at temperature 1 to each held-out problem, or to those of `data`: pass@1 and pass@8."""
+    longer = template != "r1_short" or data is not None
+    tokens = max(plan.max_new_tokens, LONG_NEW_TOKENS) if longer else plan.max_new_tokens
     overrides = [
-        f"name=eval_{name}", f"runs_dir={plan.runs}", f"run={run}", f"data={held_out_data(plan)}",
+        f"name=eval_{name}", f"runs_dir={plan.runs}", f"run={run}", f"data={data or held_out_data(plan)}",
         f"num_samples={EVALUATED_SAMPLES}", f"ks=[1, {EVALUATED_SAMPLES}]", "temperature=1",
         f"max_new_tokens={tokens}", f"prompt.template={template}", "rollout.max_running=512",
         "rollout.memory_fraction=0.05", f"requests_at_once={EVALUATED_SAMPLES * plan.held_out}", "grader_workers=0",
     ]  # fmt: skip
     return Run(f"eval_{name}", script("alignment.evaluate", *overrides))
+
+
+def evaluation_runs(plan: Plan, policies: list[str], on_gsm8k: list[str]) -> list[Run]:
+    """The base and `policies` on the held-out problems; the base and `on_gsm8k` on GSM8K's where there are some."""
+    runs = [evaluation_run(plan, "base", plan.base, plan.base_template)]
+    runs += [evaluation_run(plan, name, f"{plan.runs}/{name}") for name in policies]
+    if plan.gsm8k_test is not None:
+        data = f"{{source: jsonl, path: {plan.gsm8k_test}, split: all, size: {plan.held_out}}}"
+        runs.append(evaluation_run(plan, "gsm8k_base", plan.base, plan.base_template, data))
+        runs += [evaluation_run(plan, f"gsm8k_{name}", f"{plan.runs}/{name}", data=data) for name in on_gsm8k]
+    return runs
 
 
 def side_by_side(plan: Plan, runs: list[Run], limit_s: float) -> float:

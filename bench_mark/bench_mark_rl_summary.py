@@ -54,7 +54,15 @@ def rl_row(plan: Plan, run: Run) -> dict[str, Any] | None:
     row["rollout_share"] = row["rollout_s"] / row["step_time_s"]
     row["sampler_mismatch"] = sum(line["sampler_mismatch"] for line in batches) / len(batches)
     row["max_sampler_mismatch"] = max(line["max_sampler_mismatch"] for line in batches)
-    return row | predicted_share(plan, run.name)
+    return row | form_alone(plan, run.name) | predicted_share(plan, run.name)
+
+
+def form_alone(plan: Plan, name: str) -> dict[str, Any]:
+    """Of the completions that were kept: the well-formed ones with a wrong answer, and what they earned together."""
+    path = Path(plan.runs) / name / "completions.jsonl"
+    kept = read_jsonl(path) if path.exists() else []
+    wrong = [one for one in kept if one["format_reward"] > 0 and one["answer_reward"] == 0]
+    return {"form_alone": len(wrong), "form_alone_reward": sum(one["reward"] for one in wrong)}
 
 
 def predicted_share(plan: Plan, name: str) -> dict[str, Any]:
@@ -138,6 +146,8 @@ def print_table(found: dict[str, Any]) -> None:
                 f"{own['rl'][2]:.3f}); gain {gain[0]:+.3f} ({gain[1]:+.3f} to {gain[2]:+.3f} over problems, "
                 f"{spread[1]:+.3f} to {spread[2]:+.3f} over {own['seeds']} seeds)"
             )
+    formed, paid = (sum(row[name] for row in found["rows"]) for name in ("form_alone", "form_alone_reward"))
+    print(f"form alone: {formed} logged completions were well formed and wrong, and earned {paid:g} together")
     for name, figures in found["evaluations"].items():
         shown = [f"{what} {figures[what][0]:.3f}" for what in ("pass@1", "pass@8", "right answer, any form")]
         print(f"{name}: {', '.join(shown)} ({figures['pass@1'][1]:.3f} to {figures['pass@1'][2]:.3f})")

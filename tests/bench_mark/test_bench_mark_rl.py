@@ -59,6 +59,16 @@ def test_gains_are_those_of_the_runs(plan: Plan, capsys: pytest.CaptureFixture[s
     assert "0.300 -> 0.500" in capsys.readouterr().out
 
 
+def test_form_without_the_answer_is_counted_with_what_it_earned(plan: Plan) -> None:
+    write_run(plan, "run", [0.3, 0.4])
+    kept = [(1.0, 1.0, 1.0), (1.0, 0.0, 0.0), (1.0, 0.0, 0.25), (0.0, 0.0, 0.0)]
+    names = ("format_reward", "answer_reward", "reward")
+    lines = [json.dumps(dict(zip(names, one, strict=True))) + "\n" for one in kept]
+    (Path(plan.runs) / "run" / "completions.jsonl").write_text("".join(lines))
+    row = rl_row(plan, Run("run", []))
+    assert (row["form_alone"], row["form_alone_reward"]) == (2, 0.25)
+
+
 def test_a_run_that_measured_nothing_has_no_row(plan: Plan) -> None:
     assert rl_row(plan, Run("absent", [])) is None
     write_run(plan, "stopped", [0.3])
