@@ -5,7 +5,6 @@ products a while longer. So how much is held at once follows from the schedule, 
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from llm.args import TrainConfig
 from llm.cost_model_counts import block_matrices, output_matrix
@@ -19,11 +18,13 @@ from llm.cost_model_memory import (
     stream_bytes,
 )
 from llm.plan_memory import RankMemory, activation_bytes, moments_of, rank_memory
+from llm.plan_memory_graphs import graphed_memory
+from llm.plan_memory_passes import ShardedPasses, StageBytes, WholePasses
 from llm.plan_rank import RankShare, place_in_pipeline, rank_share
 from parallel.cost_model_memory import rank_state
 from parallel.cost_model_pipeline import known_schedule
 from parallel.cost_model_traffic import Param
-from parallel.pipeline_schedules import BACKWARD, FORWARD, INPUT, Operation
+from parallel.pipeline_schedules import BACKWARD, FORWARD, INPUT, WEIGHT, Operation
 
 
 def layout_memory(config: TrainConfig, params: list[Param], device: str, world_size: int, rank: int = 0) -> RankMemory:
@@ -36,18 +37,14 @@ def layout_memory(config: TrainConfig, params: list[Param], device: str, world_s
     schedule = known_schedule(parallel.pp_schedule, parallel.pp, count, parallel.pp_chunks)
     stages = {chunk * parallel.pp + place: pieces for chunk, pieces in enumerate(share.stages)}
     sizes = {stage: stage_bytes(config, share, pieces) for stage, pieces in stages.items()}
-    return pipeline_memory(config, share, schedule.table[place], sizes)
-
-
-@dataclass(frozen=True)
-class StageBytes:
-    """What one micro-batch leaves behind on a stage, and what its passes need besides."""
-
-    kept: int  # from forward to backward
-    factors: int  # from zero-bubble's I to W
-    forward: int  # beside `kept`, at most, while forward runs
-    backward: int  # the same of backward, gradients of parameters left out
-    boundary: int  # of the tensor that crosses to a neighbour
+    copied = copy_of_table(config, share)
+    if config.kernels.cuda_graph:
+        return graphed_memory(share, schedule.table[place], sizes, copied)
+    if share.layout.is_fsdp and share.layout.ranks > 1:
+        passes = ShardedPasses(list(share.params), share.layout, schedule.table[place], stages, copied)
+    else:
+        passes = WholePasses(list(share.params), copied)
+    return pipeline_memory(share, schedule.table[place], sizes, passes, copied)
 
 
 def stage_bytes(config: TrainConfig, share: RankShare, pieces: range) -> StageBytes:
@@ -67,11 +64,13 @@ def stage_bytes(config: TrainConfig, share: RankShare, pieces: range) -> StageBy
     after = head_activation_bytes(work) + logits if has_head else boundary
     again = block - kept if blocks else 0
     return StageBytes(
-        kept=blocks * kept + after,
+        blocks=blocks,
+        of_block=kept if blocks else 0,
+        after=after,
         factors=factors,
         forward=max(0, again - after) + boundary,
-        backward=max(logits, again + block_backward_bytes(work) - (after if has_head else 0) if blocks else 0)
-        + boundary,
+        logits=logits,
+        widest=again + block_backward_bytes(work) - (after if has_head else 0) if blocks else 0,
         boundary=boundary,
     )
 
@@ -80,34 +79,30 @@ SHARED_INPUT = ("k_proj", "v_proj", "up_proj")  # read what another product has 
 
 
 def pipeline_memory(
-    config: TrainConfig, share: RankShare, row: Iterable[Operation], sizes: dict[int, StageBytes]
+    share: RankShare,
+    row: Iterable[Operation],
+    sizes: dict[int, StageBytes],
+    passes: WholePasses | ShardedPasses,
+    copied: int,
 ) -> RankMemory:
-    """Walk one rank's operations; the update is as without a pipeline."""
+    """Walk one rank's operations; the update is as without a pipeline. `copied`: bytes of a tied table's copy."""
     work, layout, params = share.work, share.layout, list(share.params)
     state = rank_state(params, layout, moments_of(params, work.optimizer))
     base = state.weights + state.optimizer + layout.micro_batches * batch_bytes(work)
     base += CUDA_WORKSPACE_BYTES if work.device == "cuda" else 0
-    base += copy_of_table(config, share)
-    gradients = sum(param.nbytes for param in params if param.trainable)
-    gradients += copy_of_table(config, share)
+    base += copied
     held = most = 0
-    there = 0  # gradients of parameters
     phase_peaks = {"forward": 0, "backward": 0}
     for op in row:
         size = sizes[op.stage]
-        if op.kind == FORWARD:
-            phase_peaks["forward"] = max(phase_peaks["forward"], there + held + size.kept + size.forward)
-            held += size.kept
-            most = max(most, held)
-            continue
-        there = gradients if op.kind != INPUT or there else there
-        phase_peaks["backward"] = max(
-            phase_peaks["backward"], there + held + (size.backward if op.kind in (BACKWARD, INPUT) else 0)
-        )
-        held -= {BACKWARD: size.kept, INPUT: size.kept - size.factors}.get(op.kind, size.factors)
-    largest = max((param.nbytes for param in params if param.in_block), default=0)
-    phases = {name: base + value + (largest if name == "backward" else 0) for name, value in phase_peaks.items()}
-    phases["sums over data ranks"] = base + gradients + state.in_flight_last
+        phase = "forward" if op.kind == FORWARD else "backward"
+        phase_peaks[phase] = max(phase_peaks[phase], held + passes.during(op, size))
+        goes = {FORWARD: -size.kept, BACKWARD: size.kept, INPUT: size.kept - size.factors, WEIGHT: size.factors}
+        held -= goes[op.kind]
+        most = max(most, held)
+        passes.end(op)
+    phases = {name: base + value for name, value in phase_peaks.items()}
+    phases["sums over data ranks"] = base + passes.at_the_end(state)
     scratch = optimizer_scratch_bytes(work) // (layout.shard if layout.zero else 1)
     phases["optimizer"] = base + state.gradients + scratch
     logits = work.tokens * work.model.vocab_size * matmul_bytes(work) if work.part.has_head else 0

@@ -25,11 +25,12 @@ MODEL = ModelConfig(
 )
 
 
-def config_of(rows: int, micro_batches: int, tie: bool = False, **parallel) -> TrainConfig:
+def config_of(rows: int, micro_batches: int, tie: bool = False, layers: int = 4, **parallel) -> TrainConfig:
     settings = ParallelConfig(**{"bucket_mb": 0.2, "first_bucket_mb": 0.002, "dp": 1} | parallel)
     return TrainConfig(
-        name="memory", model=replace(MODEL, tie_embeddings=tie), data=DataConfig(seq_len=T), dtype="float32",
-        micro_batch_size=rows, global_batch_tokens=T * rows * micro_batches * settings.dp, parallel=settings,
+        name="memory", model=replace(MODEL, tie_embeddings=tie, num_layers=layers), data=DataConfig(seq_len=T),
+        dtype="float32", micro_batch_size=rows, parallel=settings,
+        global_batch_tokens=T * rows * micro_batches * settings.dp,
     )  # fmt: skip
 
 
@@ -68,6 +69,14 @@ CASES = {
     "interleaved": config_of(16, 4, pp=2, pp_schedule="interleaved", pp_chunks=2),
     "zero-bubble": config_of(16, 4, pp=2, pp_schedule="zero_bubble"),
     "pp with zero 1": config_of(16, 4, pp=2, dp=2, zero=1),
+    "pp with zero 2": config_of(8, 6, layers=8, pp=2, dp=2, zero=2),
+    "pp with zero 3, tied": config_of(2, 3, layers=8, tie=True, pp=2, dp=2, zero=3),
+    "gpipe with zero 3": config_of(2, 4, layers=8, pp=2, dp=2, zero=3, pp_schedule="gpipe"),
+    "zero 3 reduced once, recomputed": config_of(
+        8, 4, layers=8, pp=2, dp=2, zero=3, reduce_each_micro_batch=False, activation_checkpointing="full"
+    ),
+    "interleaved with zero 2": config_of(4, 4, pp=2, dp=2, zero=2, pp_schedule="interleaved", pp_chunks=2),
+    "zero-bubble with zero 3": config_of(4, 4, layers=8, pp=2, dp=2, zero=3, pp_schedule="zero_bubble"),
     "tp and pp": config_of(16, 4, tp=2, pp=2),
     "tp and zero-bubble": config_of(16, 4, tp=2, pp=2, pp_schedule="zero_bubble"),
 }
