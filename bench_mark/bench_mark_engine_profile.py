@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from bench_mark.bench_mark_engine import GREEDY, build_model, make_prompts
+from kernel.few_rows import FewRowsConfig, ProductConfig
 from llm.engine import Engine, EngineConfig, RequestParams
 from llm.transformer import Transformer
 
@@ -26,7 +27,8 @@ SWEPT = [
 
 def decoding_engine(model: Transformer, count: int) -> Engine:
     """An engine whose `count` requests have their prompts behind them and many tokens to go."""
-    engine = Engine(model, EngineConfig(max_running=count, max_seq_len=512, prefill_chunk=16384, prefix_sharing=False))
+    rows = max(2, count)  # so that there are buffers for few rows
+    engine = Engine(model, EngineConfig(max_running=rows, max_seq_len=512, prefill_chunk=16384, prefix_sharing=False))
     for prompt in make_prompts(count, [128], model.config.vocab_size, count):
         engine.submit(prompt, RequestParams(GREEDY, max_new_tokens=300))
     while engine.scheduler.waiting or any(request.prefilling for request in engine.scheduler.running):
@@ -71,6 +73,54 @@ def without_few_rows(engine: Engine) -> Engine:
     return engine
 
 
+def few_rows_variants(base: FewRowsConfig) -> dict[str, FewRowsConfig]:
+    """The default and what differs from it in one place."""
+    found = {"default": base}
+    tiles = {
+        "qkv": [(64, 64, 3, 5), (64, 128, 2, 3), (32, 128, 1, 4)],
+        "out": [(64, 128, 4, 3), (32, 128, 2, 4), (64, 64, 3, 5)],
+        "gated": [(64, 128, 1, 3), (32, 128, 1, 4), (64, 64, 1, 4)],
+        "down": [(64, 128, 4, 4), (128, 64, 8, 4), (64, 64, 8, 5)],
+        "scores": [(64, 64, 1, 5), (128, 128, 1, 3)],
+    }  # block_n, block_c, parts, stages
+    for name, choices in tiles.items():
+        found |= {f"{name} {tile}": replace(base, **{name: ProductConfig(*tile)}) for tile in choices}
+    found["gated with 8 warps"] = replace(base, gated=replace(base.gated, warps=8))
+    for block_s, warps in ((32, 4), (128, 4), (64, 2), (128, 8)):
+        found[f"attention {block_s} {warps}"] = replace(base, block_s=block_s, attend_warps=warps)
+    for ahead in (0, 256, 1024):
+        changed = {name: replace(getattr(base, name), ahead=ahead) for name in tiles}
+        found[f"ahead {ahead}"] = replace(base, **changed)
+    found["no overlap"] = replace(base, pdl=False)
+    return found
+
+
+def sweep_few_rows(model: Transformer, count: int) -> dict[str, float]:
+    """Microseconds of a step of `count` rows with each variant, and with the best of every place together."""
+    times: dict[str, float] = {}
+    variants = few_rows_variants(decoding_engine(model, 1).runner.few.config)
+    base, best = variants["default"], {}
+    for name, config in variants.items():
+        times[name] = few_rows_us(model, count, config)
+        print(f"  {times[name]:8.1f} us  {name}", flush=True)
+        for place, value in vars(config).items():
+            if value != getattr(base, place) and times[name] < min(times["default"], best.get(place, (1e9,))[0]):
+                best[place] = times[name], value
+    together = replace(base, **{place: value for place, (_, value) in best.items()})
+    times["together"] = few_rows_us(model, count, together)
+    print(f"  {times['together']:8.1f} us  together: {together}", flush=True)
+    return times
+
+
+def few_rows_us(model: Transformer, count: int, config: FewRowsConfig) -> float:
+    engine = decoding_engine(model, count)
+    engine.runner.few.config, engine.runner.few.sums = config, None
+    engine.runner.graphs.captured.clear()
+    for _ in range(3):
+        engine.step()
+    return 1e6 * min(step_seconds(engine) for _ in range(2))
+
+
 def profile_prefill(model: Transformer, count: int, length: int) -> dict[str, Any]:
     """The same of one step that computes `count` prompts of `length` tokens."""
     engine = Engine(model, EngineConfig(max_running=count, max_seq_len=512, prefill_chunk=16384, prefix_sharing=False))
@@ -109,7 +159,7 @@ def sweep_matvec(model: Transformer) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--sweep", action="store_true", help="also time tiles of the batch-1 kernels")
+    parser.add_argument("--sweep", type=int, nargs="*", default=[], help="numbers of rows whose kernels' tiles to time")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this benchmark needs a CUDA GPU and none was found; run it on one")
@@ -121,9 +171,13 @@ def main() -> None:
     document["decode 64 by the model's layers"] = profile_steps(without_few_rows(decoding_engine(model, 64)))
     for count, length in ((1, 128), (64, 128), (128, 128)):
         document[f"prefill {count}x{length}"] = profile_prefill(model, count, length)
-    document["sweep"] = sweep_matvec(model) if arguments.sweep else []
+    document["sweep"] = sweep_matvec(model) if 1 in arguments.sweep else []
+    for count in arguments.sweep:
+        if count > 1:
+            print(f"variants of a step of {count} rows")
+            document[f"sweep {count}"] = sweep_few_rows(model, count)
     for name, row in document.items():
-        if name == "sweep":
+        if name.startswith("sweep"):
             continue
         print(
             f"{name}: step {row['step_us']:.0f} us, kernels {row['kernels_us']:.0f}, "
