@@ -205,7 +205,8 @@ class KernelsConfig:
     optimizer: bool | None = None  # AdamW in one launch, clipping folded in
     loss_chunk_mb: int = 256  # logits that the loss holds at a time
     stream: str | None = None  # dtype of the residual stream under autocast: bfloat16; null: the embedding's
-    cuda_graph: bool = False  # forward and backward of a micro-batch as one launch; one rank, dense models
+    # forward and backward of a micro-batch as one launch: one rank, dense models; with pp each operation of a stage
+    cuda_graph: bool = False
 
     def __post_init__(self) -> None:
         check_positive(**{"kernels.loss_chunk_mb": self.loss_chunk_mb})
