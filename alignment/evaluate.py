@@ -18,7 +18,8 @@ import torch
 from omegaconf import MISSING, DictConfig
 from rich.progress import Progress
 
-from alignment.cost_model import Lengths, predict_rollout
+from alignment.cost_model import device_of
+from alignment.cost_model_rollout import Lengths, predict_rollout
 from alignment.dataset import DatasetConfig, load_problems, without_repeats
 from alignment.drgrpo_grader import RULES, Grader
 from alignment.drgrpo_grader_extract import MODES
@@ -28,7 +29,6 @@ from alignment.evaluate_summary import Figure, against, by_source, summarise
 from alignment.problem import Problem
 from alignment.r1_prompt import PromptConfig, encode_prompts, load_prompt_format
 from alignment.rollout import RolloutConfig, build_rollout_engine, close_engine
-from alignment.train_rl_clock import python_call_s
 from configs.errors import UserError, check_choice, check_positive
 from configs.loader import CONFIG_DIR, config_to_yaml, run_script, start_script
 from configs.run_dir import RunDir, read_json
@@ -188,15 +188,12 @@ def generation_row(
     """The engine's time beside what the cost model says of the same prompts and lengths, batch by batch."""
     hardware = detect_hardware(HardwareConfig(), mesh.device)
     made = [one for samples in answers for one in samples][-written:]
-    predicted, call_s = 0.0, python_call_s()
+    predicted, device = 0.0, device_of(hardware, config.rollout)
     for first in range(0, len(made), config.requests_at_once * mesh.world_size):
         share = made[first : first + config.requests_at_once * mesh.world_size][:: mesh.world_size]  # a rank's
-        lengths = Lengths(
-            mean([one.prompt_tokens for one in share]),
-            mean([one.tokens for one in share]),
-            max(one.tokens for one in share),
-        )
-        predicted += predict_rollout(len(share), config.rollout, model, hardware, lengths, call_s)
+        prompt = mean([one.prompt_tokens for one in share])
+        lengths = Lengths(prompt, [one.tokens for one in share], len(answers[0]))
+        predicted += predict_rollout(len(share), config.rollout, model, device, lengths)
     return {
         "quantity": "generation", "unit": "s", "predicted": predicted, "measured": seconds,
         "ratio": seconds / predicted if predicted else None,

@@ -16,9 +16,9 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig
 
-from alignment.cost_model import Lengths, predict_batch
+from alignment.cost_model import device_of, predict_batch
+from alignment.cost_model_rollout import Lengths
 from alignment.rollout import close_engine
-from alignment.train_rl_clock import python_call_s
 from alignment.train_rl_collect import Collected
 from alignment.train_rl_config import TrainRlConfig
 from alignment.train_rl_evaluate import HeldOut, evaluate_held_out
@@ -143,8 +143,9 @@ def predicted(run: RlRun, first: HeldOut | None) -> dict[str, Any]:
         return read_json(report).get("predicted", {}) if report.exists() else {}
     prompts = run.rollout.held_out.prompts
     mean_prompt = sum(map(len, prompts)) / len(prompts)
-    lengths = Lengths(mean_prompt, first.tokens / max(first.problems, 1), first.longest)
-    return predict_batch(run.config, run.sync.model_config, run.hardware, lengths, python_call_s()).fields()
+    lengths = Lengths(mean_prompt, tuple(first.lengths), run.config.group_size)
+    device = device_of(run.hardware, run.config.rollout)
+    return predict_batch(run.config, run.sync.model_config, device, lengths).fields()
 
 
 @hydra.main(version_base="1.3", config_path=CONFIG_DIR, config_name="train_rl")

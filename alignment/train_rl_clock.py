@@ -37,23 +37,3 @@ class Clock:
         taken = self.seconds | {"total": now_s - self.started_s}
         self.seconds, self.started_s = dict.fromkeys(SECTIONS, 0.0), now_s
         return taken
-
-
-def python_call_s(calls: int = 20_000) -> float:
-    """Seconds of a generic Python call of a few lines, the best of five: an engine's own cost is made of them."""
-    best = float("inf")
-    for _ in range(5):
-        values: list[int] = []
-        started_s = time.perf_counter()
-        for number in range(calls):
-            append_pair(values, number)
-        best = min(best, (time.perf_counter() - started_s) / calls)
-    return best
-
-
-def append_pair(values: list[int], number: int) -> bool:
-    """Three plain lines, as most of an engine's functions are."""
-    if number % 4 == 0:
-        values.clear()
-    values.append(number)
-    return number in values

@@ -1,6 +1,6 @@
 """Held-out accuracy during a run: every rank that writes takes a share of the problems, with temperature 0."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from alignment.intervals import wilson_interval
@@ -22,7 +22,7 @@ class HeldOut:
     cut: int
     samples: int
     sampled_correct: int
-    longest: int = 0  # tokens of an answer
+    lengths: list[int] = field(default_factory=list)  # of the samples, of the greedy answers where there are none
 
     def fields(self) -> dict[str, Any]:
         """Shares, with the 95% interval of the accuracy (Wilson 1927).
@@ -52,11 +52,11 @@ def evaluate_held_out(run: RlRun) -> HeldOut:
     """All held-out problems, greedily and sampled; called by every rank of the run, and given to each."""
     own = None if run.rollout is None else evaluate_share(run)
     shares = [one for one in all_gather_json(own, run.roles.world, "world") if one is not None]
-    *counts, longest = zip(*shares, strict=True)
-    return HeldOut(*map(sum, counts), longest=max(longest))
+    *counts, lengths = zip(*shares, strict=True)
+    return HeldOut(*map(sum, counts), lengths=[length for share in lengths for length in share])
 
 
-def evaluate_share(run: RlRun) -> list[int]:
+def evaluate_share(run: RlRun) -> list[Any]:
     """The counts of HeldOut over this rank's share of the problems."""
     side, config = run.rollout, run.config
     mesh, params = side.collector.mesh, side.held_out.params
@@ -75,7 +75,7 @@ def evaluate_share(run: RlRun) -> list[int]:
         sum(one.is_cut for one in answers),
         len(sampled),
         sum(one.answer_reward > 0 for one in sampled),
-        max((len(one.token_ids) for one in answers + sampled), default=0),
+        [len(one.token_ids) for one in sampled or answers],
     ]
 
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from alignment.cost_model import Lengths, RlPrediction, predict_batch
-from alignment.train_rl_clock import python_call_s
+from alignment.cost_model import RlPrediction, device_of, predict_batch
+from alignment.cost_model_rollout import Lengths
 from bench_mark.bench_mark_grpo_contestants import Case, Ours, StepTime, Trl
 from bench_mark.bench_mark_serve_model import make_model
 from configs.errors import UserError
@@ -56,8 +56,8 @@ def measure(case: Case, arguments: argparse.Namespace, work: Path) -> dict[str, 
         ours = Ours(case, checkpoint, work, world)
         mean_prompt = statistics.mean(map(len, ours.prompts))
         run = ours.run
-        lengths = Lengths(mean_prompt, case.new, case.new)
-        predicted = predict_batch(run.config, shape, run.hardware, lengths, python_call_s())
+        lengths = Lengths(mean_prompt, [case.new], case.group)
+        predicted = predict_batch(run.config, shape, device_of(run.hardware, run.config.rollout), lengths)
         own: list[StepTime] = []
         theirs: list[StepTime] = []
         steps = WARM_UP + arguments.steps

@@ -1,28 +1,28 @@
-"""The prediction of a batch against closed forms, on a device whose rates are given."""
+"""The prediction of a batch against closed forms, on a device whose constants are given."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from alignment.cost_model import (
-    CACHE_MOVES,
-    CALLS_PER_REQUEST,
-    CALLS_PER_STEP,
-    CALLS_PER_TOKEN,
-    SAMPLING_BYTES,
+from alignment.cost_model import OPERATIONS_PER_SAMPLE, OPERATIONS_PER_TENSOR, predict_batch
+from alignment.cost_model_calibration import EngineRates, calibrate_engine, prompt_flops
+from alignment.cost_model_rollout import (
+    KERNEL_S,
+    KERNELS_PER_LAYER,
+    KERNELS_PER_STEP,
+    Device,
     Lengths,
-    predict_batch,
+    alive_by_step,
+    draw_lengths,
+    predict_rollout,
+    prompt_tokens,
+    step_seconds,
 )
 from llm.args import ModelConfig
 from llm.cost_model_counts import count_parameters
-from llm.cost_model_decode import (
-    DecodeRates,
-    cache_bytes_per_token,
-    decode_step_flops,
-    decode_weight_bytes,
-    prefill_time,
-)
+from llm.cost_model_decode import cache_bytes_per_token, decode_step_flops, decode_weight_bytes
 from llm.hardware import Hardware
 from llm.hardware_calibration import Rates
 from tests.alignment.rl_start import rl_config
@@ -30,8 +30,9 @@ from tests.alignment.rl_start import rl_config
 FLAT = ((1.0, 1e15), (1e9, 1e15))  # FLOP/s at any width
 INSTANT = ((1.0, 1e-15), (1e12, 1e-15))
 RATES = Rates(FLAT, INSTANT, INSTANT, INSTANT, ((64, FLAT, FLAT),), 1e15, 0.0)
+NO_HOST = EngineRates(0.0, 0.0, 0.0, 0.0, FLAT, 1e20, 0.0)
 MODEL = ModelConfig(vocab_size=2048, d_model=512, num_layers=8, num_heads=8, d_ff=1536, max_seq_len=512)
-LENGTHS = Lengths(prompt=50.0, response=100.0, longest=100)
+LENGTHS = Lengths(prompt=50.0, responses=[100], group=8)
 
 
 @pytest.fixture(scope="module")
@@ -40,61 +41,95 @@ def config(tmp_path_factory):
     return replace(made, dtype="float32")
 
 
-def hardware(device: str = "cpu", memory_bytes_per_s: float = 1e11, rates: Rates = RATES) -> Hardware:
-    return Hardware("x", device, "x", 1e15, 1e15, 1e12, memory_bytes_per_s, "given", rates)
+def device(kind: str = "cpu", rates: Rates = RATES, **engine: object) -> Device:
+    hardware = Hardware("x", kind, "x", 1e15, 1e15, 1e12, 1e11, "given", rates)
+    return Device(hardware, replace(NO_HOST, **engine), 2 if kind == "cuda" else 4)
 
 
-def test_a_memory_bound_rollout_reads_all_weights_once_a_step(config):
-    found = predict_batch(config, MODEL, hardware("cuda"), LENGTHS, call_s=0.0)
-    cache = 64 * 101 * cache_bytes_per_token(MODEL, 2)
-    steps = 100 * (decode_weight_bytes(MODEL, 2) + cache) / 1e11
-    prefill = (decode_weight_bytes(MODEL, 2) + 64 * 50 * cache_bytes_per_token(MODEL, 2)) / 1e11
-    assert found.rollout_s == pytest.approx(steps + prefill, rel=1e-3)
-    assert found.sync_s == pytest.approx(count_parameters(MODEL).total * 6 / 1e11)
+def test_a_batch_shrinks_as_completions_end_and_waiting_ones_take_their_places():
+    assert alive_by_step([3, 1, 2], most=3) == [3, 2, 1]
+    assert alive_by_step([3, 1, 2], most=2) == [2, 2, 2]
+    assert alive_by_step([2, 2], most=1) == [1, 1, 1, 1]
+    for most in (1, 3, 100):
+        assert sum(alive_by_step([5, 1, 4, 4, 2], most)) == 16, "every token is one row of one step"
 
 
-def test_on_a_cpu_products_caches_and_sampling_come_one_after_the_other(config):
-    slow = replace(RATES, matmul=((1.0, 1e11), (1e9, 1e11)))
-    found = predict_batch(config, MODEL, hardware(rates=slow), LENGTHS, call_s=0.0)
-    moved = decode_weight_bytes(MODEL, 4) + 64 * 2048 * SAMPLING_BYTES
-    moved += CACHE_MOVES * 64 * 101 * cache_bytes_per_token(MODEL, 4)
-    products = decode_step_flops(MODEL, 64, 100.0) / 1e11
-    prefill = prefill_time(MODEL, [50] * 64, DecodeRates(1e11, 1e11), 4).seconds
-    assert found.rollout_s == pytest.approx(100 * (moved / 1e11 + products) + prefill, rel=1e-3)
+def test_drawn_lengths_are_those_seen():
+    seen = [5, 1, 4, 4, 2, 9]
+    assert sorted(draw_lengths(Lengths(1.0, seen), 6)) == sorted(seen)
+    assert sorted(draw_lengths(Lengths(1.0, seen), 12)) == sorted(seen * 2)
+    assert draw_lengths(Lengths(1.0, [7]), 3) == [7, 7, 7]
 
 
-def test_python_counts_for_every_step_and_token(config):
-    quick = hardware(memory_bytes_per_s=1e18)
-    found = predict_batch(config, MODEL, quick, LENGTHS, call_s=1e-6)
-    expected = 100 * (CALLS_PER_STEP + 64 * CALLS_PER_TOKEN) + 64 * CALLS_PER_REQUEST
-    assert found.rollout_s == pytest.approx(expected * 1e-6, rel=0.02)
-    on_gpu = predict_batch(config, MODEL, hardware("cuda", 1e18), LENGTHS, call_s=1e-6)
-    assert on_gpu.rollout_s == pytest.approx(found.rollout_s, rel=0.02), "Python is the longer of the two"
+def test_a_group_computes_the_whole_pages_of_its_prompt_once():
+    lengths = Lengths(prompt=70.0, responses=[1], group=4)
+    assert prompt_tokens(8, lengths, page=32) == 2 * (70 + 3 * (70 - 64))
+    assert prompt_tokens(8, lengths, page=128) == 8 * 70
+    assert prompt_tokens(8, replace(lengths, prompt=64.0), page=32) == 2 * (64 + 3 * 32), "the last token is computed"
 
 
-def test_rows_beyond_the_engines_wait_for_a_free_one(config):
-    whole = predict_batch(config, MODEL, hardware("cuda"), LENGTHS, 0.0)
-    halved = replace(config, rollout=replace(config.rollout, max_running=32))
-    found = predict_batch(halved, MODEL, hardware("cuda"), LENGTHS, 0.0)
-    again = 100 * decode_weight_bytes(MODEL, 2) / 1e11  # two waves read the weights twice and the caches once
-    assert found.rollout_s - whole.rollout_s == pytest.approx(again, rel=1e-3)
+def test_a_memory_bound_step_on_a_gpu_reads_weights_and_caches_once():
+    found = step_seconds(MODEL, 64, 100.0, device("cuda"))
+    kernels = (8 * KERNELS_PER_LAYER + KERNELS_PER_STEP) * KERNEL_S
+    moved = decode_weight_bytes(MODEL, 2) + 64 * 100 * cache_bytes_per_token(MODEL, 2)
+    assert found == pytest.approx(moved / 1e11 + kernels)
+
+
+def test_a_gpu_waits_for_a_slow_host_and_a_cpu_is_its_own():
+    host = dict(step_s=1.0, row_s=0.5)
+    assert step_seconds(MODEL, 4, 1.0, device("cuda", **host)) == 3.0
+    alone = step_seconds(MODEL, 4, 1.0, device())
+    assert step_seconds(MODEL, 4, 1.0, device(**host)) == pytest.approx(3.0 + alone)
+
+
+def test_on_a_cpu_products_caches_and_sampling_come_one_after_the_other():
+    slow = device(products=((1.0, 1e9), (100.0, 1e9)), cache_bytes_per_s=1e8, score_s=1e-6)
+    parts = decode_step_flops(MODEL, 4, 0) / 1e9, 4 * 100 * cache_bytes_per_token(MODEL, 4) / 1e8, 4 * 2048 * 1e-6
+    assert step_seconds(MODEL, 4, 100.0, slow) == pytest.approx(sum(parts))
+
+
+def test_the_longest_completion_counts_with_few_rows_and_requests_that_wait_come_later(config):
+    host = device(step_s=1.0, row_s=0.1)
+    equal = predict_rollout(4, config.rollout, MODEL, host, replace(LENGTHS, responses=[10]))
+    uneven = predict_rollout(4, config.rollout, MODEL, host, replace(LENGTHS, responses=[5, 5, 5, 25]))
+    assert uneven - equal == pytest.approx(15 * 1.0, rel=2e-3), "as many tokens, 15 steps more"
+    halved = predict_rollout(4, replace(config.rollout, max_running=2), MODEL, host, replace(LENGTHS, responses=[10]))
+    assert halved - equal == pytest.approx(9 * 1.0, rel=2e-3), "the first token comes with the prompt"
 
 
 def test_updates_scale_with_tokens_and_epochs(config):
-    one = predict_batch(config, MODEL, hardware(), LENGTHS, 0.0)
+    slow = device(rates=replace(RATES, matmul=((1.0, 1e11), (1e9, 1e11))))
+    one = predict_batch(config, MODEL, slow, LENGTHS)
     assert one.log_prob_s == 0.0, "with one update there is no pass before it"
-    twice = predict_batch(replace(config, epochs_per_batch=2), MODEL, hardware(), LENGTHS, 0.0)
+    twice = predict_batch(replace(config, epochs_per_batch=2), MODEL, slow, LENGTHS)
     assert twice.update_s == pytest.approx(2 * one.update_s) and twice.log_prob_s == pytest.approx(one.update_s / 3)
-    split = predict_batch(replace(config, updates_per_batch=2), MODEL, hardware(), LENGTHS, 0.0)
+    split = predict_batch(replace(config, updates_per_batch=2), MODEL, slow, LENGTHS)
     assert split.update_s == pytest.approx(one.update_s, rel=0.01)
     referenced = replace(config, algorithm=replace(config.algorithm, kl_coef=0.1))
-    assert predict_batch(referenced, MODEL, hardware(), LENGTHS, 0.0).log_prob_s == pytest.approx(one.update_s / 3)
+    assert predict_batch(referenced, MODEL, slow, LENGTHS).log_prob_s == pytest.approx(one.update_s / 3)
+
+
+def test_batches_and_weights_cost_the_host_operations_by_count(config):
+    found = predict_batch(config, MODEL, device(rates=replace(RATES, op_overhead_s=1e-3)), LENGTHS)
+    assert found.log_prob_s == pytest.approx(64 * OPERATIONS_PER_SAMPLE * 1e-3)
+    tensors = 9 * 8 + 3
+    moved = count_parameters(MODEL).total * 8 / 1e11
+    assert found.sync_s == pytest.approx(moved + tensors * OPERATIONS_PER_TENSOR * 1e-3)
 
 
 def test_the_parts_make_the_whole_and_the_share(config):
-    found = predict_batch(config, MODEL, hardware(), LENGTHS, 1e-7)
-    fields = found.fields()
-    parts = ("rollout_s", "log_prob_s", "update_s", "sync_s")
+    fields = predict_batch(config, MODEL, device(step_s=1e-3), LENGTHS).fields()
+    parts = ("rollout_s", "reward_s", "log_prob_s", "update_s", "sync_s")
     assert fields["step_time_s"] == pytest.approx(sum(fields[name] for name in parts))
     assert fields["rollout_share"] == pytest.approx(fields["rollout_s"] / fields["step_time_s"])
     assert "100 tokens" in fields["notes"]["rollout_s"]
+
+
+def test_the_engine_s_constants_are_read_off_a_clock():
+    """By a clock that moves one second a look: no machine is timed."""
+    looks = iter(range(1_000_000))
+    rates = calibrate_engine(torch.device("cpu"), torch.float32, ((1.0, 1e9), (1e9, 1e9)), lambda: float(next(looks)))
+    assert rates.step_s == 1.0 and rates.row_s == 0.0 and rates.request_s == 0.0
+    assert all(rate > 0 for _, rate in rates.products) and rates.cache_bytes_per_s > 0
+    assert rates.score_s == 1.0 / (32 * 2048)
+    assert prompt_flops(MODEL, 2.0) == 2 * prompt_flops(MODEL, 1.0)

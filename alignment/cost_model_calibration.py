@@ -1,0 +1,135 @@
+"""What the engine itself takes on this device, measured on two small shapes of its own and never on a run's model.
+
+One shape is too small for its work to matter: its steps are what the host needs, in all and for each row. The other is
+two plain layers: with the host's share taken off, its steps give the rate of products of few rows and, with longer
+contexts, the rate at which attention reads cached keys and values. alignment/cost_model_rollout puts the constants
+together for a model of any shape. Takes about two seconds, once a process.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from llm.args import ModelConfig
+from llm.cost_model_counts import block_matrices
+from llm.cost_model_decode import cache_bytes_per_token, decode_step_flops
+from llm.engine import Engine, EngineConfig, RequestParams
+from llm.engine_sampling import SamplingMode, SlotSettings, sample_rows
+from llm.hardware_calibration import Points, interpolate
+from llm.sampling import SamplingConfig
+from llm.transformer import Transformer
+
+TINY = ModelConfig(vocab_size=64, d_model=64, num_layers=1, num_heads=2, d_ff=64, max_seq_len=512)
+PLAIN = ModelConfig(vocab_size=64, d_model=256, num_layers=2, num_heads=4, d_ff=768, max_seq_len=512)
+FEW, MANY = 4, 64  # rows that the host's two numbers are read from
+ROWS = (2, 8, 16, 32, 128)  # of products
+SHORT, LONG = 8, 256  # tokens of prompts
+LONG_ROWS = 16
+STEPS = 16  # decoding steps; a time is the best of those of two rounds
+SCORE_ROWS, SCORES = 32, 2048
+
+
+@dataclass(frozen=True)
+class EngineRates:
+    """Constants of an engine on one device.
+
+    step_s, row_s: the host's part of a decoding step, and of each row in it. request_s: of each request, its prompt's
+    launches included. stream_s: of a prompt's token beside the products, for each layer and unit of d_model.
+    products: FLOP/s of a decoding step's products by rows. cache_bytes_per_s: keys and values that attention reads.
+    score_s: sampling, for each score of a row.
+    """
+
+    step_s: float
+    row_s: float
+    request_s: float
+    stream_s: float
+    products: Points
+    cache_bytes_per_s: float
+    score_s: float
+
+
+def calibrate_engine(
+    device: torch.device, dtype: torch.dtype, matmul: Points, now_s: Callable[[], float] = time.perf_counter
+) -> EngineRates:
+    """Measure `device` with weights in `dtype`; matmul: FLOP/s of products of many rows, by width."""
+    tiny, plain = (build_engine(shape, device, dtype) for shape in (TINY, PLAIN))
+    few, many = (time_steps(tiny, rows, SHORT, now_s) for rows in (FEW, MANY))
+    row_s = max(0.0, (many.step_s - few.step_s) / (MANY - FEW))
+    step_s = max(0.0, few.step_s - FEW * row_s)
+    request_s = max(0.0, (many.first_s - few.first_s) / (MANY - FEW))
+    products, short_s = [], 0.0
+    for rows in ROWS:
+        whole_s = time_steps(plain, rows, SHORT, now_s).step_s
+        work_s = max(whole_s - step_s - rows * row_s, 0.05 * whole_s)
+        products.append((float(rows), decode_step_flops(PLAIN, rows, SHORT + STEPS / 2) / work_s))
+        short_s = whole_s if rows == LONG_ROWS else short_s
+    long = time_steps(plain, LONG_ROWS, LONG, now_s)
+    moved = LONG_ROWS * (LONG - SHORT) * cache_bytes_per_token(PLAIN, torch.empty(0, dtype=dtype).element_size())
+    cache_s = max(long.step_s - short_s, 0.05 * long.step_s)
+    tokens = LONG_ROWS * LONG
+    prompt_s = long.first_s - LONG_ROWS * request_s - prompt_flops(PLAIN, tokens) / interpolate(matmul, PLAIN.d_model)
+    stream_s = max(0.0, prompt_s) / (tokens * PLAIN.num_layers * PLAIN.d_model)
+    return EngineRates(
+        step_s, row_s, request_s, stream_s, tuple(products), moved / cache_s, score_seconds(device, now_s)
+    )
+
+
+def prompt_flops(model: ModelConfig, tokens: float) -> float:
+    """Products with the blocks' weights."""
+    return tokens * model.num_layers * sum(matrix.flops_per_token for matrix in block_matrices(model))
+
+
+def build_engine(shape: ModelConfig, device: torch.device, dtype: torch.dtype) -> Engine:
+    """An engine with arbitrary weights of that shape, small enough for any generator."""
+    generator = torch.Generator().manual_seed(0)
+    model = Transformer(shape)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.fill_(1.0) if "norm" in name else parameter.normal_(0.0, 0.02, generator=generator)
+    model = model.to(device=device, dtype=dtype).eval()
+    return Engine(model, EngineConfig(max_running=max(*ROWS, MANY), prefix_sharing=False))
+
+
+@dataclass
+class EngineTimes:
+    """Seconds of the prompts, submission included, and of the best decoding step."""
+
+    first_s: float
+    step_s: float
+
+
+def time_steps(engine: Engine, rows: int, prompt: int, now_s: Callable[[], float]) -> EngineTimes:
+    """`rows` requests of `prompt` tokens decoded together, twice: graphs are captured and memory is touched first."""
+    params = RequestParams(sampling=SamplingConfig(temperature=1.0, seed=1), max_new_tokens=STEPS + 1)
+    first_s, step_s = [], []
+    for _ in range(2):
+        started_s = now_s()
+        for row in range(rows):
+            engine.submit([1 + (row + place) % (TINY.vocab_size - 1) for place in range(prompt)], params)
+        while engine.scheduler.waiting or any(one.prefilling for one in engine.scheduler.running):
+            engine.step()
+        first_s.append(now_s() - started_s)
+        while engine.has_work:
+            began_s, before = now_s(), engine.counts.computed_tokens
+            engine.step()
+            if engine.counts.computed_tokens - before == rows:
+                step_s.append(now_s() - began_s)
+    return EngineTimes(min(first_s), min(step_s))
+
+
+def score_seconds(device: torch.device, now_s: Callable[[], float]) -> float:
+    """Of sampling one score of a row by plain operations; 0 on a GPU, where it is a kernel of the step."""
+    if device.type == "cuda":
+        return 0.0
+    scores = torch.randn(SCORE_ROWS, SCORES, generator=torch.Generator().manual_seed(0))
+    settings = SlotSettings.make(SCORE_ROWS, device)
+    settings.temperature.fill_(1.0)
+    uniforms, best = torch.full((SCORE_ROWS,), 0.5, dtype=torch.float64), float("inf")
+    with torch.inference_mode():
+        for _ in range(10):
+            started_s = now_s()
+            sample_rows(scores, settings, uniforms, SamplingMode(draws=True))
+            best = min(best, now_s() - started_s)
+    return best / scores.numel()

@@ -1,0 +1,141 @@
+"""What an engine needs to write a batch of completions, from shapes, lengths and the constants of the device.
+
+The batch shrinks as completions end: the lengths seen before the first batch say how many rows each decoding step has,
+waiting requests taking the places of those that end (`alive_by_step`). A step is the device's work and the host's: on a
+CPU one after the other, on a GPU at the same time. The host's part and the rates of few rows come from
+alignment/cost_model_calibration; prompts are a training step's forward pass, pages that a group shares computed once.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from alignment.cost_model_calibration import EngineRates, prompt_flops
+from alignment.rollout import RolloutConfig
+from llm.args import ModelConfig
+from llm.cost_model_counts import output_matrix
+from llm.cost_model_decode import cache_bytes_per_token, decode_step_flops, decode_weight_bytes
+from llm.engine_config import EngineConfig
+from llm.hardware import Hardware
+from llm.hardware_calibration import interpolate
+
+# A GPU's decoding step, counted in a profile: what lies between its products, each kernel at its shortest.
+KERNELS_PER_LAYER, KERNELS_PER_STEP, KERNEL_S = 10, 6, 2e-6
+PROMPT_OPERATIONS = 30  # of a layer over prompts, beside those of each piece
+PIECE_OPERATIONS = 8  # of a layer for each request's own piece of prompt, on a CPU
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of prompts, their mean, and of completions, one by one as they were seen; group: completions a prompt."""
+
+    prompt: float
+    responses: Sequence[int]
+    group: int = 1
+
+    @property
+    def response(self) -> float:
+        return sum(self.responses) / max(len(self.responses), 1)
+
+    @property
+    def longest(self) -> int:
+        return max(self.responses, default=0)
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a rollout is predicted on: the hardware with its generic rates, the engine's own, bytes of an element."""
+
+    hardware: Hardware
+    engine: EngineRates
+    element_bytes: int
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.hardware.device == "cuda"
+
+    @property
+    def memory_bytes_per_s(self) -> float:
+        return self.hardware.memory_bytes_per_s or float("inf")
+
+
+def draw_lengths(lengths: Lengths, rows: int) -> list[int]:
+    """`rows` lengths distributed as those seen (their quantiles), in an order that says nothing."""
+    ordered = sorted(lengths.responses)
+    drawn = [ordered[int((row + 0.5) / rows * len(ordered))] for row in range(rows)]
+    random.Random(0).shuffle(drawn)
+    return drawn
+
+
+def alive_by_step(drawn: Sequence[int], most: int) -> list[int]:
+    """Rows of each decoding step: at most `most` at a time, a waiting completion taking the place of one that ended."""
+    waiting, left, alive = list(reversed(drawn)), [], []
+    while waiting or left:
+        while waiting and len(left) < most:
+            left.append(waiting.pop())
+        alive.append(len(left))
+        left = [tokens - 1 for tokens in left if tokens > 1]
+    return alive
+
+
+def predict_rollout(rows: int, rollout: RolloutConfig, model: ModelConfig, device: Device, lengths: Lengths) -> float:
+    """Seconds for `rows` completions that are asked for together."""
+    if not lengths.longest:
+        return 0.0
+    later = [tokens - 1 for tokens in draw_lengths(lengths, rows) if tokens > 1]  # the first comes with the prompt
+    steps = Counter(alive_by_step(later, rollout.max_running))
+    context = lengths.prompt + lengths.response / 2
+    decoding = sum(count * step_seconds(model, alive, context, device) for alive, count in steps.items())
+    return prompt_seconds(rows, model, device, lengths) + decoding
+
+
+def step_seconds(model: ModelConfig, rows: int, context: float, device: Device) -> float:
+    """One token for each of `rows` sequences of `context` tokens."""
+    host_s = device.engine.step_s + rows * device.engine.row_s
+    if device.is_gpu:
+        return max(gpu_step(model, rows, context, device), host_s)
+    cache = rows * context * cache_bytes_per_token(model, device.element_bytes)
+    # Each query head reads the keys of its group anew.
+    cache *= model.num_heads / model.num_kv_heads
+    products = max(
+        decode_step_flops(model, rows, 0) / interpolate(device.engine.products, rows),
+        decode_weight_bytes(model, device.element_bytes) / device.memory_bytes_per_s,
+    )
+    return host_s + products + cache / device.engine.cache_bytes_per_s + rows * model.vocab_size * device.engine.score_s
+
+
+def gpu_step(model: ModelConfig, rows: int, context: float, device: Device) -> float:
+    """Weights and caches are read, or products bound it; the kernels between them take their shortest time."""
+    rate = interpolate(device.engine.products, rows)
+    products = max(
+        decode_step_flops(model, rows, 0) / rate,
+        decode_weight_bytes(model, device.element_bytes) / device.memory_bytes_per_s,
+    )
+    cache = rows * context * cache_bytes_per_token(model, device.element_bytes) / device.memory_bytes_per_s
+    return products + cache + (model.num_layers * KERNELS_PER_LAYER + KERNELS_PER_STEP) * KERNEL_S
+
+
+def prompt_seconds(rows: int, model: ModelConfig, device: Device, lengths: Lengths) -> float:
+    """All prompts, and what the host does once for each request."""
+    tokens = prompt_tokens(rows, lengths, page_size(device))
+    flops = prompt_flops(model, tokens) + rows * output_matrix(model).flops_per_token
+    seconds = flops / interpolate(device.hardware.rates.matmul, model.d_model) + rows * device.engine.request_s
+    seconds += tokens * model.num_layers * model.d_model * device.engine.stream_s
+    if device.is_gpu:
+        return seconds
+    pieces = rows * (model.num_layers - 1) * PIECE_OPERATIONS + model.num_layers * PROMPT_OPERATIONS
+    return seconds + pieces * device.hardware.rates.op_overhead_s + rows * model.vocab_size * device.engine.score_s
+
+
+def prompt_tokens(rows: int, lengths: Lengths, page: int) -> float:
+    """Tokens of prompts that are computed: a group's first prompt, and of the others what lies beyond whole pages."""
+    shared = (max(lengths.prompt, 1.0) - 1) // page * page
+    groups = rows / max(lengths.group, 1)
+    return groups * lengths.prompt + (rows - groups) * (lengths.prompt - shared)
+
+
+def page_size(device: Device) -> int:
+    import torch
+
+    return EngineConfig().for_device(torch.device(device.hardware.device)).page_size
