@@ -68,7 +68,7 @@ def row_of(found: Measured, hardware: Hardware, cluster: Cluster) -> dict[str, A
     waited, host = all_gather(own, mesh, "world").unbind(1)
     return {
         "layout": found.layout, "micro_batch_size": config.micro_batch_size, "micro_batches": found.micro_batches,
-        "predicted_step_s": said["step_s"], "step_s": step_s, "exposed_s": said["exposed_s"],
+        "predicted_step_s": said["step_s"], "step_s": step_s, "exposed_s": said.get("exposed_s", 0.0),
         "measured_exposed_s": sum(line["exposed_seconds"] for line in found.comm),
         "predicted_peak_bytes": said["memory_peak_bytes"], "peak_bytes": found.peak_bytes,
         "predicted_sent_bytes": expected, "sent_bytes": sent, "bound": said["notes"]["step_s"],
