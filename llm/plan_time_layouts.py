@@ -16,6 +16,7 @@ from llm.plan_rank import RankShare, rank_share
 from llm.plan_shapes import rank_messages
 from llm.plan_shapes_pipeline import pipeline_shape
 from llm.plan_time import RankTime, compute_of, message_seconds
+from llm.plan_time_passes import PassMessages
 from parallel.cost_model import Cluster
 from parallel.cost_model_context import ring_backward_time, ring_forward_time
 from parallel.cost_model_pipeline import simulate_stages
@@ -161,18 +162,20 @@ def pipeline_time(config: TrainConfig, params: list[Param], machine: Machine, de
     works = [rank_work(config, params, machine, degrees, other) for other in neighbours]
     seconds_of = message_seconds(degrees, machine.cluster)
     simulation = simulated(config, params, works, seconds_of)
-    tails = [tail_s(work, seconds_of) for work in works]
+    ends = [ends_s(work, config, seconds_of) for work in works]
     own = works[neighbours.index(rank)]
     count = own.share.layout.micro_batches
     # On average: what one rank waits longer than another is idle time and no message's.
     busy = sum(count * work.compute.micro_batch_s + work.compute.optimizer_s for work in works) / len(works)
-    exposed = max(0.0, simulation.total + max(tails) - busy)
+    begun = ends[0][0]  # the others gather while they wait for the first rank
+    tails = [after + work.compute.optimizer_s for (_, after), work in zip(ends, works, strict=True)]
+    exposed = max(0.0, begun + simulation.total + max(tails) - busy)
     step = StepTime(busy + exposed, busy, exposed)
     idle = sum(simulation.idle) / len(simulation.idle)
     waits = own.waits(seconds_of) | {"pp": simulation.idle[neighbours.index(rank)]}
     sums = [m for m in own.messages if is_of_data(m) and m.phase != "host"]
     if sums:  # which nothing hides
-        waits[sums[0].axis] = sum(map(seconds_of, sums))
+        waits[sums[0].axis] = sum(ends[neighbours.index(rank)])
     return RankTime(step, own.host_s, idle, simulation, waits)
 
 
@@ -187,12 +190,21 @@ def simulated(
     send_s = seconds_of(boundary)
     durations = []
     for chunk in range(parallel.pp_chunks):
-        durations += [stage_durations(own, own.share.stages[chunk], config, send_s) for own in works]
+        for own in works:
+            passes, pieces = passes_of(own, config), own.share.stages[chunk]
+            alone = stage_durations(own, pieces, config, send_s)
+            durations.append(alone if passes is None else passes.longer(alone, pieces, seconds_of))
     return simulate_stages(shape, durations)
 
 
+def passes_of(own: RankWork, config: TrainConfig) -> PassMessages | None:
+    """Under ZeRO-2 and 3 what a rank's passes send over the data ranks; else None, for then nothing is sent in them."""
+    splits = config.parallel.pp_schedule in SPLIT_SCHEDULES
+    return PassMessages.of(own.messages, own.share.layout, config.model.num_layers, splits)
+
+
 def stage_durations(own: RankWork, pieces: range, config: TrainConfig, send_s: float) -> Durations:
-    """Of one stage: its blocks' share of the rank's, and the ends where they are."""
+    """Of one stage without the data ranks' messages: its blocks' share of the rank's, and the ends where they are."""
     compute, work, layers = own.compute, own.share.work, config.model.num_layers
     blocks = sum(1 <= piece <= layers for piece in pieces)
     places = ([0] if 0 in pieces else []) + [1] * blocks + ([-1] if layers + 1 in pieces else [])
@@ -207,9 +219,14 @@ def stage_durations(own: RankWork, pieces: range, config: TrainConfig, send_s: f
     return Durations(forward, backward - weight, weight, send_s)
 
 
-def tail_s(own: RankWork, seconds_of: Callable[[Message], float]) -> float:
-    """What follows a rank's last backward pass: sums over tp and the data ranks one after the other, the update."""
-    data = [
-        m for m in own.messages if (is_of_data(m) and m.phase != "host") or (m.axis == "tp" and m.phase == "matrices")
-    ]
-    return sum(map(seconds_of, data)) + own.compute.optimizer_s
+def ends_s(own: RankWork, config: TrainConfig, seconds_of: Callable[[Message], float]) -> tuple[float, float]:
+    """Seconds of messages before a rank's first pass, and after its last one: sums over tp and the data ranks."""
+    passes = passes_of(own, config)
+    data = [m for m in own.messages if is_of_data(m) and m.phase != "host"]
+    data = [m for m in data if passes is None or m.phase == "matrices"]
+    after = sum(seconds_of(m) for m in [*data, *(m for m in own.messages if m.axis == "tp" and m.phase == "matrices")])
+    if passes is None:
+        return 0.0, after
+    pieces = own.share.stages[0]
+    alone = stage_durations(own, pieces, config, 0.0)
+    return passes.before(alone, pieces, seconds_of), passes.after(alone, pieces, seconds_of) + after

@@ -117,3 +117,43 @@ def test_data_ranks_of_a_pipeline_sum_after_backward():
     sums = [m for m in rank_messages(PARAMS, config, 4, 4) if m.axis == "dp_cp" and m.phase != "host"]
     assert time.exposed_by_axis["dp_cp"] == pytest.approx(sum(map(send, sums)))
     assert time.step_s > alone.step_s + 0.9 * time.exposed_by_axis["dp_cp"]
+
+
+def of_two_by_two(zero: int, **parallel) -> TrainConfig:
+    config = config_of(4, 1, pp=2, zero=zero, **parallel)
+    config.parallel.dp, config.global_batch_tokens = 2, 2 * config.global_batch_tokens
+    return config
+
+
+def test_a_pipelines_gathers_hide_behind_its_passes_unless_the_link_is_slow():
+    """On a quick link ZeRO-3 waits as ZeRO-2 does, for its ends; on a slow one a pass is as long as its messages."""
+    slow = replace(NVLINK, cluster=Cluster(8, Link(1e9, 3e-6), None, 2e-5))
+    quick = [layout_time(of_two_by_two(zero), PARAMS, NVLINK, 4) for zero in (2, 3)]
+    assert quick[0].step_s == pytest.approx(quick[1].step_s, rel=0.01)
+    config = of_two_by_two(3)
+    time, send = layout_time(config, PARAMS, slow, 4), seconds_of(config, slow, 4)
+    first = {"forward": 0.0, "backward": 0.0}  # micro-batches' messages of blocks on rank 0, of one of the four
+    for m in rank_messages(PARAMS, config, 4, 4):
+        if m.axis == "dp_shard_cp" and m.micro_batch == 2 and 1 <= m.stage <= 8:
+            first[m.phase] += send(m)
+    table = {str(op): times[1] - times[0] for op, times in time.simulation.times.items()}
+    assert table["B2.0"] == pytest.approx(first["backward"], rel=0.01)
+    # In the log of a step a forward pass after a backward one finds the first block; on paper none does.
+    assert first["forward"] <= table["F2.0"] <= first["forward"] * 1.5
+    assert time.step_s > 2 * layout_time(of_two_by_two(2), PARAMS, slow, 4).step_s
+
+
+def test_a_pipeline_that_keeps_its_blocks_waits_for_its_ends_alone():
+    config = of_two_by_two(2)
+    time, send = layout_time(config, PARAMS, NVLINK, 4), seconds_of(config, NVLINK, 4)
+    data = [m for m in rank_messages(PARAMS, config, 4, 4) if m.axis == "dp_shard_cp" and m.phase != "host"]
+    root = sum(send(m) for m in data if m.stage == 0)  # of rank 0: the embedding
+    one = sum(send(m) for m in data if m.stage == 1)  # its first block: gathered before all, reduced after all
+    assert time.exposed_by_axis["dp_shard_cp"] == pytest.approx(root + one)
+    split = of_two_by_two(2, pp_schedule="zero_bubble")
+    split.compile = "none"
+    time = layout_time(split, PARAMS, NVLINK, 4)  # the last W leaves all reductions
+    gathers = sum(send(m) for m in data if m.op == "all_gather" and m.stage in (0, 1))
+    assert time.exposed_by_axis["dp_shard_cp"] == pytest.approx(
+        gathers + sum(send(m) for m in data if m.op != "all_gather")
+    )
