@@ -55,9 +55,17 @@ def loss_figure(lines: list[Line]) -> Figure | None:
         trace(lines, "val_loss", "validation", "series-2", mode="lines+markers"),
     ]
     caption = "Nats a token. On a logarithmic step axis a healthy run is close to a straight line for long."
+    if any("reward" in line for line in lines):
+        return policy_loss_figure(traces[0])
     return Figure(
         "loss", "Loss", caption, "loss (nats)", [t for t in traces if t], wide=True, log_x_switch=True
     )  # fmt: skip
+
+
+def policy_loss_figure(loss: dict[str, Any] | None) -> Figure:
+    """Reinforcement learning's: its gradient matters, its value does not."""
+    caption = "Of the batch that it was computed on: near 0 on policy, whether or not anything is learned."
+    return Figure("loss", "Loss of the policy", caption, "loss", [loss] if loss else [])
 
 
 def single(name: str, title: str, caption: str, y_title: str, **options: Any) -> Callable[[list[Line]], Figure]:

@@ -62,6 +62,7 @@ td.note { color: var(--muted); font-size: 13px; min-width: 14em; overflow-wrap: 
 .chart + .card, .card + .chart { margin-top: 16px; }
 .plain th, .plain td { padding: 6px 16px; font-size: 13px; }
 .charts { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 16px; }
+.charts > .card { margin-top: 0; }
 .chart { margin: 0; padding: 16px 16px 6px; min-width: 0; }
 .wide { grid-column: 1 / -1; }
 .chart header { display: flex; justify-content: space-between; align-items: flex-start; gap: 12px; }
@@ -155,7 +156,8 @@ function layoutOf(figure) {
     shapes.push(...spans.shapes);
     annotations.push(...spans.annotations);
   }
-  const stacked = figure.traces.some((trace) => trace.stack);
+  // Where curves fill the plot, a legend inside would lie on them.
+  const filled = figure.from_zero && figure.traces.length > 1 || figure.traces.some((trace) => trace.stack);
   return { margin: { l: 48, r: 12, t: figure.spans.length ? 24 : 8, b: 36 },
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: color("muted"), family: "inherit" }, xaxis: x, yaxis: y, shapes, annotations,
@@ -163,7 +165,7 @@ function layoutOf(figure) {
     hoverlabel: { bgcolor: color("card"), bordercolor: color("line"), font: { color: color("ink") } },
     showlegend: figure.traces.length > 1,
     legend: Object.assign({ font: { size: 12, color: color("ink") }, bgcolor: "rgba(0,0,0,0)" },
-      stacked ? { orientation: "h", x: 0, y: -0.18 } : { x: 1, xanchor: "right", y: 1 }) };
+      filled ? { orientation: "h", x: 0, y: figure.wide ? -0.18 : -0.24 } : { x: 1, xanchor: "right", y: 1 }) };
 }
 
 function draw(figure) {
