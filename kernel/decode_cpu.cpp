@@ -98,9 +98,9 @@ static inline void tile(const float* w, int64_t n, Rows in, int64_t b, Put put) 
 template <int R, class Put>
 static inline void rows_of_x(const float* w, int64_t n, Rows in, Put put) {
     int64_t b = 0;
-    for (; b + 3 <= in.count; b += 3) tile<R, 3>(w, n, in, b, put);
-    if (in.count - b == 2) tile<R, 2>(w, n, in, b, put);
-    if (in.count - b == 1) tile<R, 1>(w, n, in, b, put);
+    for (; in.count - b > 4 || in.count - b == 3; b += 3) tile<R, 3>(w, n, in, b, put);
+    for (; b + 2 <= in.count; b += 2) tile<R, 2>(w, n, in, b, put);
+    if (b < in.count) tile<R, 1>(w, n, in, b, put);
 }
 
 template <class Put>
@@ -136,54 +136,85 @@ struct Pages {
     int64_t place(int64_t s) const { return (table[s / page_size] * page_size + s % page_size) * stride; }
 };
 
-// q k^T / sqrt(D) of `count` keys that lie `stride` apart, by fours: up to three scores past the end are written too.
-static void score_run(const float* q, const float* keys, int64_t count, int64_t stride, int64_t D, float* scores) {
+// Query heads that share a pass over a sequence's pages: those of kv heads first .. end, `group` to each.
+struct Heads {
+    const float* q;  // (count(), D)
+    int64_t first, end, group, D;
+    int64_t count() const { return (end - first) * group; }
+};
+
+// scores[i * stride + s] of each query head i and token s, by four tokens: all heads while their rows are near. Up to
+// three scores past the end are written too.
+static void score(Heads heads, Pages pages, int64_t length, float* scores, int64_t stride) {
+    const int64_t D = heads.D;
     const float scale = 1.0f / std::sqrt((float)D);
-    for (int64_t s = 0; s < count; s += 4) {
-        const float* k[4];
-        for (int64_t j = 0; j < 4; j++) k[j] = keys + (s + j < count ? s + j : count - 1) * stride;
-        v8 acc[4] = {all(0.0f), all(0.0f), all(0.0f), all(0.0f)};
-        for (int64_t d = 0; d < D; d += 8) {
-            v8 part = load(q + d);
-            for (int j = 0; j < 4; j++) acc[j] += part * load(k[j] + d);
+    for (int64_t s = 0; s < length;) {
+        const float* row = pages.keys + pages.place(s) + heads.first * D;
+        int64_t left = pages.page_size - s % pages.page_size, offsets[4];  // tokens of this page
+        left = left < length - s ? left : length - s;
+        for (int64_t j = 0; j < 4; j++) offsets[j] = (j < left ? j : left - 1) * pages.stride;
+        for (int64_t i = 0; i < heads.count(); i++) {
+            const float *q = heads.q + i * D, *k = row + i / heads.group * D;
+            v8 acc[4] = {all(0.0f), all(0.0f), all(0.0f), all(0.0f)};
+            for (int64_t d = 0; d < D; d += 8) {
+                v8 part = load(q + d);
+                for (int j = 0; j < 4; j++) acc[j] += part * load(k + offsets[j] + d);
+            }
+            *(v4*)(scores + i * stride + s) = sum4(acc[0], acc[1], acc[2], acc[3]) * scale;
         }
-        *(v4*)(scores + s) = sum4(acc[0], acc[1], acc[2], acc[3]) * scale;
+        s += left < 4 ? left : 4;
     }
 }
 
-// out[0 .. 8 PARTS) of weights v / `total`, v from column `at`.
-template <int PARTS>
-static void weigh(const Pages& pages, int64_t at, int64_t length, const float* weights, float total, float* out) {
-    v8 acc[PARTS];
-    for (int j = 0; j < PARTS; j++) acc[j] = all(0.0f);
-    for (int64_t first = 0; first < length; first += pages.page_size) {
-        const float* v = pages.values + pages.place(first) + at;
-        const int64_t end = first + pages.page_size < length ? first + pages.page_size : length;
-        for (int64_t s = first; s < end; s++, v += pages.stride)
-            for (int j = 0; j < PARTS; j++) acc[j] += all(weights[s]) * load(v + 8 * j);
-    }
-    for (int j = 0; j < PARTS; j++) store(out + 8 * j, acc[j] / all(total));
-}
-
-// softmax(q k^T / sqrt(D)) v of one head over `length` tokens; `at` is its kv head's first column; scores (length + 8).
-static void attend(const float* q, Pages pages, int64_t at, int64_t length, int64_t D, float* scores, float* out) {
-    for (int64_t first = 0; first < length; first += pages.page_size) {
-        const int64_t count = first + pages.page_size < length ? pages.page_size : length - first;
-        score_run(q, pages.keys + pages.place(first) + at, count, pages.stride, D, scores + first);
-    }
-    float top = scores[0];
-    for (int64_t s = 1; s < length; s++) top = scores[s] > top ? scores[s] : top;
-    for (int64_t s = length; s < length + 8; s++) scores[s] = -1e30f;  // past the end: e^-87 each at most
+// e^(score - largest) in place, and their sum; eight floats past the end are free.
+static float exponentials(float* scores, int64_t length) {
+    for (int64_t s = length; s < length + 8; s++) scores[s] = -1e30f;  // e^-87 each at most
+    v8 tops = load(scores);
+    for (int64_t s = 8; s < length; s += 8) tops = higher(tops, load(scores + s));
+    float top = tops[0];
+    for (int j = 1; j < 8; j++) top = tops[j] > top ? tops[j] : top;
     v8 sums = all(0.0f);
     for (int64_t s = 0; s < length; s += 8) {
         v8 weights = exponential(load(scores + s) - all(top));
         store(scores + s, weights);
         sums += weights;
     }
-    const float total = sum(sums);
-    int64_t d = 0;
-    for (; d + 32 <= D; d += 32) weigh<4>(pages, at + d, length, scores, total, out + d);
-    for (; d < D; d += 8) weigh<1>(pages, at + d, length, scores, total, out + d);
+    return sum(sums);
+}
+
+// out[i] += the weights of TOKENS tokens, their values from `row` on, for each query head i.
+template <int TOKENS>
+static inline void add_values(Heads heads, const float* weights, int64_t stride, const float* row, int64_t apart,
+                              float* out) {
+    const int64_t D = heads.D;
+    for (int64_t i = 0; i < heads.count(); i++) {
+        const float *v = row + i / heads.group * D, *w = weights + i * stride;
+        for (int64_t d = 0; d < D; d += 8) {
+            v8 acc = load(out + i * D + d);
+            for (int j = 0; j < TOKENS; j++) acc += all(w[j]) * load(v + j * apart + d);
+            store(out + i * D + d, acc);
+        }
+    }
+}
+
+// softmax(q k^T / sqrt(D)) v over `length` tokens -> out (heads.count(), D); scores (heads.count(), stride).
+static void attend(Heads heads, Pages pages, int64_t length, float* scores, int64_t stride, float* out) {
+    const int64_t D = heads.D;
+    score(heads, pages, length, scores, stride);
+    std::memset(out, 0, heads.count() * D * sizeof(float));
+    float totals[heads.count()];
+    for (int64_t i = 0; i < heads.count(); i++) totals[i] = exponentials(scores + i * stride, length);
+    for (int64_t s = 0; s < length;) {
+        const float* row = pages.values + pages.place(s) + heads.first * D;
+        int64_t left = pages.page_size - s % pages.page_size;
+        left = left < length - s ? left : length - s;
+        for (; left >= 4; left -= 4, s += 4, row += 4 * pages.stride)
+            add_values<4>(heads, scores + s, stride, row, pages.stride, out);
+        for (; left > 0; left--, s++, row += pages.stride)
+            add_values<1>(heads, scores + s, stride, row, pages.stride, out);
+    }
+    for (int64_t i = 0; i < heads.count(); i++)
+        for (int64_t d = 0; d < D; d += 8) store(out + i * D + d, load(out + i * D + d) / all(totals[i]));
 }
 
 // ---- the step
@@ -231,22 +262,36 @@ static void project_qkv(const Sizes& z, const Layer& l, const Step& s, const flo
     }
 }
 
-// One kv head of one sequence: its key and value into the pages, then the query heads that read it.
-static void attend_group(const Sizes& z, const Model& m, const Layer& l, const Step& s, int64_t task, float* scores) {
-    const int64_t b = task / z.K, head = task % z.K, D = z.D, group = z.H / z.K, position = s.lengths[b] - 1;
-    const float *cos = m.cos + position * (D / 2), *sin = m.sin + position * (D / 2);
-    float *q = s.qkv + b * (z.H + 2 * z.K) * D + head * group * D, *k = s.qkv + b * (z.H + 2 * z.K) * D;
-    k += (z.H + head) * D;
-    Pages pages = {l.keys, l.values, m.tables + s.slots[b] * z.columns, z.page_size, z.K * D};
-    if (l.k_norm) normalise(k, l.k_norm, (float)z.eps, D, k);
-    turn(k, cos, sin, D / 2);
-    const int64_t place = pages.place(position) + head * D;
-    std::memcpy(pages.keys + place, k, D * sizeof(float));
-    std::memcpy(pages.values + place, k + z.K * D, D * sizeof(float));
-    for (int64_t g = 0; g < group; g++, q += D) {
+// kv heads first .. end of sequence b: their keys and values into the pages, then the query heads that read them.
+static void attend_heads(const Sizes& z, const Model& m, const Layer& l, const Step& s, int64_t b, int64_t first,
+                         int64_t end, float* scores) {
+    const int64_t D = z.D, group = z.H / z.K, position = s.lengths[b] - 1, half = D / 2;
+    const float *cos = m.cos + position * half, *sin = m.sin + position * half;
+    float *row = s.qkv + b * (z.H + 2 * z.K) * D, *queries = row + first * group * D;
+    const Pages pages = {l.keys, l.values, m.tables + s.slots[b] * z.columns, z.page_size, z.K * D};
+    const int64_t place = pages.place(position);
+    for (int64_t head = first; head < end; head++) {
+        float *k = row + (z.H + head) * D, *v = k + z.K * D;
+        if (l.k_norm) normalise(k, l.k_norm, (float)z.eps, D, k);
+        turn(k, cos, sin, half);
+        std::memcpy(pages.keys + place + head * D, k, D * sizeof(float));
+        std::memcpy(pages.values + place + head * D, v, D * sizeof(float));
+    }
+    for (float* q = queries; q < row + end * group * D; q += D) {
         if (l.q_norm) normalise(q, l.q_norm, (float)z.eps, D, q);
-        turn(q, cos, sin, D / 2);
-        attend(q, pages, head * D, position + 1, D, scores, s.attended + (b * z.H + head * group + g) * D);
+        turn(q, cos, sin, half);
+    }
+    const Heads heads = {queries, first, end, group, D};
+    attend(heads, pages, position + 1, scores, z.longest + 16, s.attended + (b * z.H + first * group) * D);
+}
+
+// This thread's share of the kv heads of all sequences.
+static void attend_share(const Sizes& z, const Model& m, const Layer& l, const Step& s, int64_t part, float* scores) {
+    const int64_t begin = s.B * z.K * part / z.threads, end = s.B * z.K * (part + 1) / z.threads;
+    for (int64_t task = begin; task < end;) {
+        const int64_t b = task / z.K, last = end < (b + 1) * z.K ? end : (b + 1) * z.K;
+        attend_heads(z, m, l, s, b, task - b * z.K, last - b * z.K, scores);
+        task = last;
     }
 }
 
@@ -295,9 +340,12 @@ struct Outputs {
     float* scratch;
 };
 
+static int64_t thread_floats(const Sizes& z, int64_t B) {  // normed, gates and attention's scores
+    return B * (z.C + z.F) + z.H * (z.longest + 16);
+}
+
 extern "C" int64_t scratch_floats(const Sizes* z, int64_t B) {
-    const int64_t own = B * (z->C + z->F) + z->longest + 64;  // a thread's: normed, gates, scores
-    return B * (z->C + (z->H + 2 * z->K) * z->D + z->H * z->D + z->F) + z->threads * own;
+    return B * (z->C + (z->H + 2 * z->K) * z->D + z->H * z->D + z->F) + z->threads * thread_floats(*z, B);
 }
 
 extern "C" void decode(const Sizes* sizes, const Model* model, const Layer* layers, const int64_t* slots,
@@ -314,7 +362,7 @@ extern "C" void decode(const Sizes* sizes, const Model* model, const Layer* laye
     {
         const int64_t part = omp_get_thread_num();
         z.threads = omp_get_num_threads();  // no more than was asked for
-        float* normed = threads_own + part * (B * (z.C + z.F) + z.longest + 64);
+        float* normed = threads_own + part * thread_floats(z, B);
         float *gates = normed + B * z.C, *scores = gates + B * z.F;
         for (int64_t b = part; b < B; b += z.threads)
             std::memcpy(s.stream + b * z.C, m.embedding + m.last_tokens[slots[b]] * z.C, z.C * sizeof(float));
@@ -323,7 +371,7 @@ extern "C" void decode(const Sizes* sizes, const Model* model, const Layer* laye
             normalise_rows(z, s, l->attention_norm, normed);
             project_qkv(z, *l, s, normed, part);
 #pragma omp barrier
-            for (int64_t task = part; task < B * z.K; task += z.threads) attend_group(z, m, *l, s, task, scores);
+            attend_share(z, m, *l, s, part, scores);
 #pragma omp barrier
             add_product(z, s, l->o, s.attended, z.H * z.D, part);
 #pragma omp barrier

@@ -29,7 +29,7 @@ WORK_PER_THREAD = 250_000  # multiply-adds of a step, below which a thread costs
 class Sizes(ctypes.Structure):
     """The struct Sizes: layers, C d_model, F d_ff, H heads, K kv heads, D head_dim, V scores to compute.
 
-    page_size: of the cache. columns: of the block tables. longest: tokens of a sequence at most. threads: set by each step.
+    page_size: of the cache. columns: of the block tables. longest: tokens of a sequence. threads: set by each step.
     """
 
     _fields_ = [(name, ctypes.c_int64) for name in "layers C F H K D V page_size columns longest threads".split()] + [
