@@ -24,17 +24,26 @@ from bench_mark.bench_mark_rl_runs import (
     precision_runs,
     rl_runs,
     script,
-    sft_run,
+    sft_runs,
     side_by_side,
     write_held_out,
 )
-from bench_mark.bench_mark_rl_summary import accuracy_lines, evaluations, keep, mismatch, print_table, summarise
+from bench_mark.bench_mark_rl_summary import (
+    accuracy_lines,
+    compared,
+    evaluations,
+    keep,
+    mismatch,
+    paired_gain,
+    print_table,
+    summarise,
+)
 from configs.run_dir import write_json_atomic
 from configs.version import git_commit
 
 LEAST_ACCURACY = 0.02  # of a fine-tuned policy, below which groups of 8 are nearly all without a right answer
 NUMBERS = (
-    "held_out solutions sft_steps batches prompts max_new_tokens seq_len sft_tokens sft_lr rl_lr kl_coef "
+    "held_out solutions sft_steps full_steps batches prompts max_new_tokens seq_len sft_tokens sft_lr rl_lr kl_coef "
     "micro_batch_tokens evaluate_every sft_s rl_s evaluate_s"
 )
 
@@ -53,10 +62,11 @@ def parse_plan(parser: argparse.ArgumentParser) -> tuple[Plan, Pretraining, dict
     parser.add_argument("--kernels", default=Plan.kernels, choices=("plain", "fused"))
     parser.add_argument("--devices", nargs="*", default=Plan.devices, help="GPUs to deal the processes over")
     parser.add_argument("--seeds", type=int, nargs="+", default=Plan.seeds)
+    parser.add_argument("--full-seeds", type=int, nargs="*", default=Plan.full_seeds)
     parser.add_argument("--algorithms", nargs="+", default=Plan.algorithms)
     parser.add_argument("--groups", type=int, nargs="*", default=Plan.groups)
     parser.add_argument("--model", default=Pretraining.model, help="of configs/model, to be pretrained")
-    numbers = {Plan: NUMBERS, Pretraining: "problems tokens seconds"}
+    numbers = {Plan: NUMBERS, Pretraining: "problems tokens steps seconds"}
     for kind, names in numbers.items():
         prefix = "pretrain-" if kind is Pretraining else ""
         for name in names.split():
@@ -77,12 +87,12 @@ def prepare(plan: Plan, pretraining: Pretraining, seconds: dict[str, float]) -> 
         plan.base = f"{plan.runs}/base"
 
 
-def learn(plan: Plan, seconds: dict[str, float]) -> tuple[list[Run], list[Run]]:
-    """Fine-tuning of every seed, then all RL runs at once; returns the RL runs and those of the precisions.
+def learn(plan: Plan, seconds: dict[str, float]) -> list[Run]:
+    """Fine-tuning of every seed, then all RL runs at once, which are returned.
 
     Without a right answer there is no reward to learn from: then no RL is run, and a note says so.
     """
-    sft = [sft_run(plan, seed) for seed in plan.seeds]
+    sft = sft_runs(plan)
     seconds["sft"] = side_by_side(plan, sft, 60 + plan.sft_s)
     for run in sft:
         keep(plan, run.name)
@@ -92,34 +102,35 @@ def learn(plan: Plan, seconds: dict[str, float]) -> tuple[list[Run], list[Run]]:
             f"fine-tuning reached accuracies of {told}: with so few right answers there is no reward to learn from, so "
             f"no RL was run; read runs/sft_*/samples.txt, then raise --sft-steps or choose an easier --level"
         )
-        return [], []
-    rl, precision = rl_runs(plan), precision_runs(plan)
+        return []
+    rl = rl_runs(plan)
     seconds["rl"] = side_by_side(plan, rl, 60 + plan.rl_s)
-    seconds["precision"] = side_by_side(plan, precision, plan.evaluate_s)
-    for run in (*rl, *precision):
+    for run in rl:
         keep(plan, run.name)
-    return rl, precision
+    return rl
 
 
-def evaluate(plan: Plan, rl: list[Run], seconds: dict[str, float]) -> list[Run]:
-    """pass@1 and pass@8 of the base, and of every seed before and after RL with groups of 8."""
+def evaluate(plan: Plan, rl: list[Run], seconds: dict[str, float]) -> tuple[list[Run], list[Run]]:
+    """pass@1 and pass@8 of the base, and of every seed before and after RL; beside them the precisions' short runs."""
     sft = [f"sft_{seed}" for seed in plan.seeds]
     final = {run.name: run.facts["algorithm"] for run in rl if run.facts["group_size"] == 8}
     first = [name for name, algorithm in final.items() if algorithm == plan.algorithms[0]]
-    runs = evaluation_runs(plan, [*sft, *final], [*sft, *first])
-    seconds["evaluation"] = side_by_side(plan, runs, plan.evaluate_s)
-    for run in runs:
+    full = sorted({run.facts["start"] for run in rl} - set(sft))
+    runs, precision = evaluation_runs(plan, [*sft, *full, *final], [*sft, *first]), precision_runs(plan) if rl else []
+    seconds["evaluation"] = side_by_side(plan, [*runs, *precision], plan.evaluate_s)
+    for run in (*runs, *precision):
         keep(plan, run.name)
-    return runs
+    return runs, precision
 
 
 def main() -> None:
     plan, pretraining, _ = parse_plan(argparse.ArgumentParser(description=__doc__.splitlines()[0]))
     seconds: dict[str, float] = {}
     prepare(plan, pretraining, seconds)
-    rl, precision = learn(plan, seconds)
-    asked = evaluate(plan, rl, seconds)
+    rl = learn(plan, seconds)
+    asked, precision = evaluate(plan, rl, seconds)
     found = summarise(plan, rl) | {"evaluations": evaluations(plan, asked)}
+    found["paired"] = {name: paired_gain(plan, rows) for name, rows in compared(plan, found["rows"]).items()}
     found["precision"] = [one for run in precision if (one := mismatch(plan, run)) is not None]
     found |= {"seconds": seconds, "notes": plan.notes, "commit": git_commit()}
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"

@@ -15,11 +15,12 @@ from data_processing.document import Document, write_documents
 
 @dataclass
 class Pretraining:
-    """Of the base model: its shape (configs/model), documents, tokens a step, and the time it has."""
+    """Of the base model: its shape (configs/model), documents, tokens a step, steps, and the time it has at most."""
 
     model: str = "mew-12m"
     problems: int = 60_000
     tokens: int = 65_536
+    steps: int = 600
     seconds: float = 40.0
 
 
@@ -53,8 +54,9 @@ def pretrain_commands(work: Path, level: str, pretraining: Pretraining) -> list[
         "name=base", f"runs_dir={work / 'runs'}", f"data.tokens={tokens}", f"data.tokenizer={tokenizer}",
         f"model={pretraining.model}", "data.seq_len=256", "data.document_masking=true",
         f"micro_batch_size={min(128, pretraining.tokens // 256)}", f"global_batch_tokens={pretraining.tokens}",
-        "max_steps=600", f"max_time_s={pretraining.seconds}", "optimizer.lr=2e-3",
-        "schedule.warmup_steps=50", "validate_every=600", "checkpoint.every_steps=600", "sample_tokens=0",
+        f"max_steps={pretraining.steps}", f"max_time_s={pretraining.seconds}", "optimizer.lr=2e-3",
+        "schedule.warmup_steps=50", f"validate_every={pretraining.steps}",
+        f"checkpoint.every_steps={pretraining.steps}", "sample_tokens=0",
     ]  # fmt: skip
     return [
         (

@@ -38,19 +38,21 @@ class Plan:
     kernels: str = "plain"
     held_out: int = 500
     solutions: int = 6_000  # worked ones, for fine-tuning
-    sft_steps: int = 160
-    batches: int = 100
+    sft_steps: int = 28
+    full_steps: int = 60  # of a second fine-tuning on the same solutions, on which RL is tried as well
+    full_seeds: tuple[int, ...] = (1, 2)
+    batches: int = 1_000
     prompts: int = 32
-    max_new_tokens: int = 160
+    max_new_tokens: int = 128
     seq_len: int = 512  # of fine-tuning's packed rows
     sft_tokens: int = 32_768  # of a step
     sft_lr: float = 1e-3
-    rl_lr: float = 2e-5
+    rl_lr: float = 5e-5
     kl_coef: float = 1e-3  # enough to have the KL to the fine-tuned policy in the record
     micro_batch_tokens: int = 32_768
-    evaluate_every: int = 20
+    evaluate_every: int = 40
     sft_s: float = 40.0
-    rl_s: float = 100.0
+    rl_s: float = 95.0
     evaluate_s: float = 60.0
     notes: list[str] = field(default_factory=list)
 
@@ -95,56 +97,78 @@ def training_data(plan: Plan, size: int, seed: int) -> str:
     return f"{{source: arithmetic, level: {plan.level}, split: train, size: {size}, seed: {seed}}}"
 
 
-def sft_run(plan: Plan, seed: int) -> Run:
+def sft_run(plan: Plan, seed: int, kind: str = "sft") -> Run:
     """Worked solutions in the short prompt; the base's own accuracy is measured before the first step."""
+    steps = plan.full_steps if kind == "full" else plan.sft_steps
     data = [training_data(plan, plan.solutions, seed)]
     if plan.gsm8k is not None:
         data.append(f"{{source: jsonl, path: {plan.gsm8k}, split: all}}")
     overrides = [
-        f"name=sft_{seed}", f"runs_dir={plan.runs}", f"init_from={plan.base}", f"seed={seed}",
-        f"max_steps={plan.sft_steps}", f"max_time_s={plan.sft_s}", f"validate_every={plan.sft_steps}",
+        f"name={kind}_{seed}", f"runs_dir={plan.runs}", f"init_from={plan.base}", f"seed={seed}",
+        f"max_steps={steps}", f"max_time_s={plan.sft_s}", f"validate_every={steps}",
         f"micro_batch_size={min(16, plan.sft_tokens // plan.seq_len)}", f"global_batch_tokens={plan.sft_tokens}",
         f"data.seq_len={plan.seq_len}", f"optimizer.lr={plan.sft_lr}", f"attention={plan.attention}",
         f"kernels={plan.kernels}", "schedule.warmup_steps=5", "prompt.template=r1_short",
         f"generation.problems={plan.held_out}", f"generation.max_new_tokens={plan.max_new_tokens}",
-        "rollout.memory_fraction=0.05", f"checkpoint.every_steps={plan.sft_steps}",
+        "rollout.memory_fraction=0.05", f"checkpoint.every_steps={steps}",
         f"train_data=[{', '.join(data)}]", f"held_out_data={held_out_data(plan)}",
     ]  # fmt: skip
-    return Run(f"sft_{seed}", script("alignment.sft", *overrides), {"seed": seed})
+    return Run(f"{kind}_{seed}", script("alignment.sft", *overrides), {"seed": seed})
 
 
-def rl_run(plan: Plan, seed: int, algorithm: str, group_size: int, *more: str, name: str | None = None) -> Run:
-    """From that seed's fine-tuned weights; as many completions a batch whatever the group."""
-    name = name or f"{algorithm}_g{group_size}_s{seed}"
+def sft_runs(plan: Plan) -> list[Run]:
+    """Every seed's start, and the longer fine-tunings."""
+    longer = [sft_run(plan, seed, "full") for seed in plan.full_seeds]
+    return [sft_run(plan, seed) for seed in plan.seeds] + longer
+
+
+def rl_run(plan: Plan, name: str, facts: dict[str, Any], *more: str) -> Run:
+    """From a seed's fine-tuned weights; as many completions a batch whatever the group.
+
+    facts: seed, algorithm, group_size, start (the run that it begins from).
+    """
+    seed, group_size = facts["seed"], facts["group_size"]
     overrides = [
-        f"name={name}", f"runs_dir={plan.runs}", f"init_from={plan.runs}/sft_{seed}", f"seed={seed}",
-        f"algorithm={algorithm}", "algorithm.importance_cap=2.0", "algorithm.kl=k3",
+        f"name={name}", f"runs_dir={plan.runs}", f"init_from={plan.runs}/{facts['start']}", f"seed={seed}",
+        f"algorithm={facts['algorithm']}", "algorithm.importance_cap=2.0", "algorithm.kl=k3",
         f"algorithm.kl_coef={plan.kl_coef}", f"num_batches={plan.batches}", f"max_time_s={plan.rl_s}",
         f"prompts_per_batch={plan.prompts * 8 // group_size}", f"group_size={group_size}",
         f"max_new_tokens={plan.max_new_tokens}", f"optimizer.lr={plan.rl_lr}", "schedule.warmup_steps=5",
         f"micro_batch_tokens={plan.micro_batch_tokens}", "rollout.max_running=256", "rollout.memory_fraction=0.05",
-        f"kernels={plan.kernels}", f"evaluate_every={plan.evaluate_every}", "checkpoint.every_steps=1000",
-        "prompt.template=r1_short", "log_completions=8", f"train_data=[{training_data(plan, 6_000, 50 + seed)}]",
-        f"held_out_data={held_out_data(plan)}", *more,
+        f"kernels={plan.kernels}", f"evaluate_every={plan.evaluate_every}", "evaluate_samples=4",
+        "checkpoint.every_steps=100000", "prompt.template=r1_short", "log_completions=4",
+        f"train_data=[{training_data(plan, 6_000, 50 + seed)}]", f"held_out_data={held_out_data(plan)}", *more,
     ]  # fmt: skip
-    facts = {"seed": seed, "algorithm": algorithm, "group_size": group_size}
     return Run(name, script("alignment.train_rl", *overrides), facts)
 
 
 def rl_runs(plan: Plan) -> list[Run]:
-    runs = [rl_run(plan, seed, algorithm, 8) for algorithm in plan.algorithms for seed in plan.seeds]
-    return runs + [rl_run(plan, plan.seeds[0], plan.algorithms[0], size) for size in plan.groups]
+    """Every algorithm with every seed, other group sizes with the first, and what follows on a longer fine-tuning."""
+    found, first = [], plan.algorithms[0]
+
+    def add(name: str, algorithm: str, group_size: int, seed: int, start: str) -> None:
+        facts = {"algorithm": algorithm, "group_size": group_size, "seed": seed, "start": start}
+        found.append(rl_run(plan, name, facts))
+
+    for algorithm in plan.algorithms:
+        for seed in plan.seeds:
+            add(f"{algorithm}_g8_s{seed}", algorithm, 8, seed, f"sft_{seed}")
+    for size in plan.groups:
+        add(f"{first}_g{size}_s{plan.seeds[0]}", first, size, plan.seeds[0], f"sft_{plan.seeds[0]}")
+    for seed in plan.full_seeds:
+        add(f"{first}_full_s{seed}", first, 8, seed, f"full_{seed}")
+    return found
 
 
 def precision_runs(plan: Plan) -> list[Run]:
     """Three batches each, for the difference of sampler and trainer: in float32, and with batch-invariant rollouts."""
-    float32 = ("num_batches=3", "evaluate_samples=0", "dtype=float32", "rollout.dtype=float32", "kernels=plain")
-    invariant = ("num_batches=3", "evaluate_samples=0", "rollout.batch_invariant=true")
-    seed = plan.seeds[0]
-    return [
-        rl_run(plan, seed, "grpo", 8, *float32, name="precision_float32"),
-        rl_run(plan, seed, "grpo", 8, *invariant, name="precision_invariant"),
-    ]
+    short = ("num_batches=3", "evaluate_samples=0", "evaluate_every=100000")
+    facts = {"algorithm": "grpo", "group_size": 8, "seed": plan.seeds[0], "start": f"sft_{plan.seeds[0]}"}
+    kinds = {
+        "precision_float32": ("dtype=float32", "rollout.dtype=float32", "kernels=plain"),
+        "precision_invariant": ("rollout.batch_invariant=true",),
+    }
+    return [rl_run(plan, name, facts, *short, *more) for name, more in kinds.items()]
 
 
 def evaluation_run(plan: Plan, name: str, run: str, template: str = "r1_short", data: str | None = None) -> Run:

@@ -4,11 +4,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from alignment.evaluate_answers import read_answers
+from alignment.evaluate_statistics import paired_difference
+from alignment.evaluate_summary import mean_of
 from alignment.train_rl_summary import difference_interval, mean_interval, pooled_interval
 from bench_mark.bench_mark_rl_runs import EVALUATED_SAMPLES, Plan, Run
-from configs.run_dir import read_json, read_jsonl
+from configs.run_dir import RunDir, read_json, read_jsonl
 
-KEPT = ("metrics.jsonl", "report.json", "report.html", "config.yaml", "completions.jsonl", "samples.txt")
+KEPT = ("metrics.jsonl", "report.json", "config.yaml", "completions.jsonl", "samples.txt")
 SPLIT = ("rollout_s", "reward_s", "log_prob_s", "update_s", "sync_s", "step_time_s")
 MISMATCH = ("sampler_mismatch", "max_sampler_mismatch")
 
@@ -99,10 +102,45 @@ def summarise(plan: Plan, runs: list[Run]) -> dict[str, Any]:
     base = [lines[0]["val_accuracy"] for seed in plan.seeds if (lines := accuracy_lines(plan, f"sft_{seed}"))]
     found: dict[str, Any] = {"rows": rows, "base": sum(base) / len(base) if base else None, "algorithms": {}}
     for algorithm in plan.algorithms:
-        own = [row for row in rows if row["algorithm"] == algorithm and row["group_size"] == 8]
+        own = main_rows(rows, algorithm)
         if own:
             found["algorithms"][algorithm] = {kind: gains(plan, own, kind) for kind in ("", "_sampled")}
     return found
+
+
+def main_rows(rows: list[dict[str, Any]], algorithm: str) -> list[dict[str, Any]]:
+    """Those of groups of eight that begin from the start of their seed."""
+    return [
+        row
+        for row in rows
+        if row["algorithm"] == algorithm and row["group_size"] == 8 and row["start"] == f"sft_{row['seed']}"
+    ]
+
+
+def compared(plan: Plan, rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """By name the rows whose answers are compared with those of their start."""
+    found = {algorithm: main_rows(rows, algorithm) for algorithm in plan.algorithms}
+    found["after a longer fine-tuning"] = [row for row in rows if row["start"].startswith("full_")]
+    return {name: own for name, own in found.items() if own}
+
+
+def paired_gain(plan: Plan, rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Of the eight answers to each problem: right before and after, means over seeds, the gain paired by problem.
+
+    None unless every seed was asked before and after.
+    """
+    before, after = [], []
+    for row in rows:
+        pair = [Path(plan.runs) / f"eval_{name}" for name in (row["start"], row["run"])]
+        if not all((path / "report.json").exists() for path in pair):
+            return None
+        for path, found in zip(pair, (before, after), strict=True):
+            found.append([mean_of(answers, lambda one: one.is_paid) for answers in read_answers(RunDir(path))])
+    theirs, ours = ([sum(column) / len(column) for column in zip(*found, strict=True)] for found in (before, after))
+    gain = paired_difference(ours, theirs, seed=0)
+    seeds = mean_interval([sum(b) / len(b) - sum(a) / len(a) for a, b in zip(before, after, strict=True)])
+    shares = {"before": sum(theirs) / len(theirs), "after": sum(ours) / len(ours)}
+    return shares | {"problems": len(ours), "gain": gain, "gain_over_seeds": seeds}
 
 
 def gains(plan: Plan, rows: list[dict[str, Any]], kind: str) -> dict[str, Any]:
@@ -145,6 +183,14 @@ def print_table(found: dict[str, Any]) -> None:
                 f"({own['sft'][1]:.3f} to {own['sft'][2]:.3f}), RL {own['rl'][0]:.3f} ({own['rl'][1]:.3f} to "
                 f"{own['rl'][2]:.3f}); gain {gain[0]:+.3f} ({gain[1]:+.3f} to {gain[2]:+.3f} over problems, "
                 f"{spread[1]:+.3f} to {spread[2]:+.3f} over {own['seeds']} seeds)"
+            )
+    for name, own in found["paired"].items():
+        if own is not None:
+            gain, spread = own["gain"], own["gain_over_seeds"]
+            print(
+                f"{name}, eight answers to each of {own['problems']} problems: {own['before']:.4f} -> "
+                f"{own['after']:.4f}; gain {gain[0]:+.4f} ({gain[1]:+.4f} to {gain[2]:+.4f} paired by problem, "
+                f"{spread[1]:+.4f} to {spread[2]:+.4f} over seeds)"
             )
     formed, paid = (sum(row[name] for row in found["rows"]) for name in ("form_alone", "form_alone_reward"))
     print(f"form alone: {formed} logged completions were well formed and wrong, and earned {paid:g} together")

@@ -48,7 +48,8 @@ def variants(starts: list[Plan], rates: list[float], prompts: list[int]) -> list
         for rate in rates:
             for count in prompts:
                 plan = replace(start, rl_lr=rate, prompts=count)
-                run = rl_run(plan, plan.seeds[0], "grpo", 8, name=f"{start.work.name}_lr{rate:g}_p{count}")
+                facts = {"algorithm": "grpo", "group_size": 8, "seed": plan.seeds[0], "start": f"sft_{plan.seeds[0]}"}
+                run = rl_run(plan, f"{start.work.name}_lr{rate:g}_p{count}", facts)
                 found.append((plan, run))
     return found
 

@@ -3,14 +3,16 @@
 import json
 import math
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from alignment.dataset import normal_question
+from alignment.evaluate_answers import Answer
 from bench_mark.bench_mark_rl_figure import draw, read_runs, smooth
 from bench_mark.bench_mark_rl_runs import Plan, Run, rl_runs, side_by_side, write_held_out
-from bench_mark.bench_mark_rl_summary import print_rows, rl_row, summarise
+from bench_mark.bench_mark_rl_summary import compared, paired_gain, print_rows, rl_row, summarise
 from configs.run_dir import read_jsonl
 
 BATCH = {
@@ -57,6 +59,39 @@ def test_gains_are_those_of_the_runs(plan: Plan, capsys: pytest.CaptureFixture[s
     assert found["algorithms"]["grpo"]["_sampled"]["sft"][0] == pytest.approx((0.2 + 0.2 + 0.26) / 3)
     print_rows(found["rows"])
     assert "0.300 -> 0.500" in capsys.readouterr().out
+
+
+def write_answers(plan: Plan, name: str, right: list[list[bool]]) -> None:
+    """An evaluation whose problems were answered as given, two samples each."""
+    directory = Path(plan.runs) / f"eval_{name}"
+    directory.mkdir(parents=True)
+    lines = [
+        Answer(row, sample, str(row), "mixed", "1", "", "1", one, True, "", 3, 4, False)
+        for row, samples in enumerate(right)
+        for sample, one in enumerate(samples)
+    ]
+    (directory / "answers.jsonl").write_text("".join(json.dumps(asdict(line)) + "\n" for line in lines))
+    (directory / "report.json").write_text("{}")
+
+
+def test_gain_is_paired_by_problem_over_all_seeds(plan: Plan) -> None:
+    rows = [{"run": f"grpo_{seed}", "start": f"sft_{seed}"} for seed in (1, 2)]
+    for seed in (1, 2):
+        write_answers(plan, f"sft_{seed}", [[False, False]] * 10 + [[True, seed == 1]] * 10)
+        assert paired_gain(plan, rows) is None  # of a seed the answers after RL are missing
+        write_answers(plan, f"grpo_{seed}", [[True, False]] * 10 + [[True, True]] * 10)
+    found = paired_gain(plan, rows)
+    assert (found["before"], found["after"]) == pytest.approx(((0.5 + 0.25) / 2, 0.75))
+    assert found["gain_over_seeds"][0] == pytest.approx(found["gain"][0]) == pytest.approx(0.375)
+    # Half of the problems gain 0.5, half 0.25, by pairs: the spread of their mean is 0.125 / sqrt(20) = 0.028.
+    assert 0.02 < found["gain"][0] - found["gain"][1] < 0.08
+
+
+def test_longer_fine_tunings_are_compared_apart(plan: Plan) -> None:
+    rows = [run.facts | {"run": run.name} for run in rl_runs(plan)]
+    groups = {name: [row["run"] for row in own] for name, own in compared(plan, rows).items()}
+    assert groups["grpo"] == ["grpo_g8_s1", "grpo_g8_s2", "grpo_g8_s3"]
+    assert groups["after a longer fine-tuning"] == ["grpo_full_s1", "grpo_full_s2"]
 
 
 def test_form_without_the_answer_is_counted_with_what_it_earned(plan: Plan) -> None:
