@@ -15,6 +15,7 @@ import gc
 import json
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -84,9 +85,11 @@ def row_of(
     host = max(rank["host_s"] for rank in found["by_rank"])
     row["bound"] = machine.device if host < HOST_BOUND * found["step_s"] or machine.device == "cpu" else "host"
     config = contestant.config(*shape)
-    simulation = layout_time(config, meta_params(config.model), machine, ranks).simulation
+    said = layout_time(config, meta_params(config.model), machine, ranks)
+    simulation = said.simulation
     idle = found["step_s"] - sum(rank["busy_s"] for rank in found["by_rank"]) / ranks
-    row |= {"predicted_step_s": simulation.total, "predicted_idle": simulation.bubble}
+    row |= {"predicted_step_s": max(simulation.total, said.host_s), "predicted_host_s": said.host_s}
+    row |= {"predicted_idle": simulation.bubble}
     schedule = build_schedule(contestant.schedule, ranks, shape[1], contestant.chunks)
     formula = simulate(schedule, stage_durations(found["by_rank"], schedule.stages)).bubble
     return row | {"formula_idle": formula, "idle": idle / found["step_s"], "idle_s": idle}
@@ -147,8 +150,10 @@ def makers(bench: Bench, args: argparse.Namespace) -> list[Any]:
     return ours + [lambda name=name: bench.torchs(name) for name in args.torchs.split()]
 
 
-def run_all(bench: Bench, args: argparse.Namespace, machine: Machine) -> list[dict[str, Any]]:
-    """Every contestant over every shape; rows are printed as they come."""
+def run_all(
+    bench: Bench, args: argparse.Namespace, machine: Machine, save: Callable[[list[dict[str, Any]]], None]
+) -> list[dict[str, Any]]:
+    """Every contestant over every shape; rows are printed, and saved, as they come."""
     shapes = [tuple(map(int, text.split("x"))) for text in (args.shapes or "").split(",") if text]
     shapes = shapes or [(bench.default_rows, count) for count in (2, 8)]
     rows, idle_1f1b = [], {}
@@ -164,6 +169,7 @@ def run_all(bench: Bench, args: argparse.Namespace, machine: Machine) -> list[di
             rows.append(row)
             if bench.mesh.is_main:
                 print(show(row, idle_1f1b.get(shape)), flush=True)
+                save(rows)
         del contestant
         gc.collect()
         if bench.mesh.device.type == "cuda":
@@ -190,9 +196,12 @@ def main() -> None:
         keys = ("hardware", "dtype", "torch", "commit", "model", "layers", "seq_len", "ranks")
         print(" · ".join(str(known[key]) for key in keys))
         print(COLUMNS, flush=True)
-    rows = run_all(bench, args, Machine(hardware.device, hardware.rates, cluster))
+    path = args.out or f"bench_mark/results/pp_{mesh.device.type}.json"
+    rows = run_all(
+        bench, args, Machine(hardware.device, hardware.rates, cluster),
+        lambda rows: write_json_atomic(path, known | {"rows": rows}),
+    )  # fmt: skip
     if mesh.is_main:
-        write_json_atomic(args.out or f"bench_mark/results/pp_{mesh.device.type}.json", known | {"rows": rows})
         print(json.dumps(known | {"rows": rows}))
     by_shape: dict[int, list[float]] = {}
     for row in rows:

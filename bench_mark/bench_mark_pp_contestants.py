@@ -22,7 +22,6 @@ from llm.data_loader import Batch
 from llm.parallelize import Parallelized, make_forward_loss, parallelize
 from llm.transformer import Transformer
 from llm.transformer_context import make_context
-from llm.transformer_init import initialise
 from llm.transformer_kernels import make_loss
 from parallel.mesh import Mesh
 from parallel.pipeline_schedules import Operation
@@ -97,6 +96,7 @@ class Bench:
         self.default_rows, self.seq_len = SHAPES[model][0], seq_len or SHAPES[model][1]
         self.dtype, self.autocast_dtype = ("bfloat16", torch.bfloat16) if on_gpu else ("float32", None)
         self.kernels = KernelsConfig(fused=on_gpu)
+        self.batches: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
 
     def config(self, schedule: str, chunks: int, graph: bool, rows: int, micro_batches: int) -> TrainConfig:
         parallel = ParallelConfig(dp=1, pp=self.mesh.size("pp"), pp_schedule=schedule, pp_chunks=chunks)
@@ -108,19 +108,25 @@ class Bench:
 
     @cached_property
     def initial(self) -> Transformer:
-        """The weights that all start from: drawing a billion of them by name takes seconds."""
-        model = Transformer(self.model)
-        initialise(model, seed=0)
+        """The weights that all start from, drawn on the device: a billion of them by name on the host take long."""
+        with torch.device(self.mesh.device):
+            model = Transformer(self.model)
+        generator = torch.Generator(self.mesh.device).manual_seed(1)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.normal_(std=0.02, generator=generator) if param.ndim > 1 else param.fill_(1.0)
         return model
 
     def parts(self, config: TrainConfig) -> Parallelized:
-        return parallelize(copy.deepcopy(self.initial).to(self.mesh.device), config, self.mesh)
+        return parallelize(copy.deepcopy(self.initial), config, self.mesh)
 
     def batch(self, rows: int, micro_batches: int) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(0)
+        """Token ids and targets, each (micro_batches * rows, T)."""
         shape = (2, micro_batches * rows, self.seq_len)
-        ids = torch.randint(0, self.model.vocab_size, shape, generator=generator)
-        return tuple(ids.to(self.mesh.device).unbind())
+        if shape not in self.batches:
+            ids = torch.randint(0, self.model.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+            self.batches[shape] = tuple(ids.to(self.mesh.device).unbind())
+        return self.batches[shape]
 
     def ours(self, schedule: str, chunks: int, graph: bool) -> Contestant:
         parts = self.parts(self.config(schedule, chunks, graph, 1, 1))
@@ -146,9 +152,13 @@ class Bench:
 
         kinds = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "zero_bubble": "ScheduleInterleavedZeroBubble"}
         kind, chunks = getattr(pipelining, kinds[name]), 2 if name == "zero_bubble" else 1
-        parts = self.parts(self.config("interleaved" if chunks > 1 else "1f1b", chunks, False, 1, 1))
+        kernels = self.kernels
+        if name == "zero_bubble":  # torch splits a graph's backward node by node: no node may make both gradients
+            kernels = replace(kernels, linear=False, loss=False)
+        config = self.config("interleaved" if chunks > 1 else "1f1b", chunks, False, 1, 1)
+        parts = self.parts(replace(config, kernels=kernels))
         modules = {stage: TorchStage(model, self.autocast_dtype) for stage, model in parts.pipeline.models.items()}
-        is_last, loss = parts.pipeline.last_stage in modules, make_loss(self.kernels, 0.0)
+        is_last, loss = parts.pipeline.last_stage in modules, make_loss(kernels, 0.0)
 
         def step(rows: int, micro_batches: int) -> float:
             ids, targets = self.batch(rows, micro_batches)
@@ -157,7 +167,7 @@ class Bench:
             def loss_of(states: Tensor, targets: Tensor) -> Tensor:
                 output = parts.pipeline.head_model.output
                 with torch.autocast(states.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None):
-                    if self.kernels.uses("loss"):
+                    if kernels.uses("loss"):
                         return loss(states, output, targets).loss_sum / ids.numel()
                     return loss(output(states), targets).loss_sum / ids.numel()
 
@@ -176,9 +186,11 @@ class Bench:
         from torch.distributed.pipelining import PipelineStage
 
         states = parts.pipeline.boundary(Batch(ids, ids, 0)).requires_grad_()
+        ends = stage == parts.pipeline.last_stage and self.kernels.uses("norm") and self.autocast_dtype is not None
+        out = states.detach().to(self.autocast_dtype).requires_grad_() if ends else states  # a fused norm's dtype
         return PipelineStage(
             module, stage, parts.pipeline.last_stage + 1, self.mesh.device, input_args=(ids if stage == 0 else states,),
-            output_args=(states,), group=self.mesh.group("pp"),
+            output_args=(out,), group=self.mesh.group("pp"),
         )  # fmt: skip
 
 

@@ -10,7 +10,9 @@ With backward split, or not, weight gradients of linear layers are added to thei
 (pipeline_parallel_backward). On a device without graphs `run_again` in place of `capture` runs the same functions.
 """
 
-from collections.abc import Callable, Iterable
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,7 +121,8 @@ class GraphedStages:
             self.eager_steps = 1
             return False
         if not self.places:
-            self.capture_all(stages, micro_batches[0], operations)
+            with without_collection():
+                self.capture_all(stages, micro_batches[0], operations)
         self.deferred.renew_casts()
         torch._foreach_zero_(list(self.buffers.values()))
         for param, buffer in self.buffers.items():
@@ -222,6 +225,19 @@ class GraphedStages:
     @torch.no_grad()
     def weight(self, op: Operation) -> None:
         self.place_of(op).weight()
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Python's collection of garbage may free graphs of before, which makes a capture that is under way invalid."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def assign_places(operations: Iterable[Operation]) -> tuple[dict[tuple[int, int], int], dict[int, int]]:
