@@ -38,6 +38,7 @@ from parallel.mesh_degrees import Degrees
 LENGTHS = {"cuda": "16384,32768,65536,131072", "cpu": "128,256"}
 RINGS = (4, 8)
 BOUND, BOUND_FROM = 1.10, 65536
+AGREEMENT = {"float32": 1e-4, "bfloat16": 2e-2}  # blocks round as one kernel does, but other numbers
 
 
 def median_s(call: Callable[[], Any], device: torch.device, repeats: int, warmup: int) -> float:
@@ -86,6 +87,21 @@ def measure_one_kernel(backend: str, inputs: list[Tensor], timing: dict[str, Any
     return forward, median_s(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True), **timing)
 
 
+def difference(ranks: int, backend: str, inputs: list[Tensor]) -> float:
+    """Of out, dq, dk and dv of a ring and of one kernel: the largest, relative to the norm of each."""
+    device = inputs[0].device
+    ring = simulated_ring(inputs[0].shape[1], ranks, backend, device)
+    *shares, dout = (ring.cut(x) for x in inputs)
+    results = ring.forward(*shares)
+    rows = [Rows(out, lse, share) for (out, lse), share in zip(results, dout, strict=True)]
+    ours = [ring.join(share) for share in ([out for out, _ in results], *ring.backward(*shares, rows))]
+    q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
+    ctx = make_context(torch.zeros(q.shape[:2], dtype=torch.int64, device=device))
+    out, _ = ScaledDotProductAttention(backend)(q, k, v, ctx)
+    whole = [out.detach(), *torch.autograd.grad(out, (q, k, v), inputs[3])]
+    return max(float((x.float() - y.float()).norm() / y.float().norm()) for x, y in zip(ours, whole, strict=True))
+
+
 def calibrate(args: argparse.Namespace, backend: str, device: torch.device, peaks: Peaks | None) -> Rates | None:
     """The kernel's own rates at a length that no row has; None without known peaks."""
     if peaks is None:
@@ -119,6 +135,16 @@ def measure_local(
                 rows.append({"tokens": length, "ranks": ranks} | local_row(*row))
                 print(show(rows[-1]), flush=True)
     return rows
+
+
+def compare(args: argparse.Namespace, device: torch.device, backend: str) -> dict[str, float]:
+    """Differences by the number of ranks, at a length that is soon done."""
+    tokens = 8192 if device.type == "cuda" else 128
+    inputs = make_inputs(AttentionShape(1, tokens, tokens, args.heads, args.kv_heads, args.head_dim), device)
+    found = {str(ranks): difference(ranks, backend, inputs) for ranks in RINGS}
+    words = ", ".join(f"{value:.1e} on {ranks} ranks" for ranks, value in found.items())
+    print(f"{tokens} tokens: results of rings off one kernel's by {words}", flush=True)
+    return found
 
 
 def measured_s(shape: AttentionShape, ranks: int, backend: str, timing: dict[str, Any]) -> tuple[float, float]:
@@ -184,6 +210,8 @@ def main() -> None:
         if device.type == "cpu":
             print("no GPU: blocks of short sequences by eager attention, so no bound is judged; torch's peer needs one")
     backend = args.backend or ("triton" if device.type == "cuda" else "eager")
+    if ranks == 1:
+        known["difference"] = compare(args, device, backend)
     rates = calibrate(args, backend, device, peaks_of(hardware, device))
     rows = measure_local(args, device, rates, backend) if ranks == 1 else measure_ranks(args, mesh, rates, backend)
     if mesh.is_main:
@@ -192,6 +220,8 @@ def main() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json_atomic(path, document)
         print(json.dumps(document))
+        worst, allowed = max(known.get("difference", {"": 0.0}).values()), AGREEMENT[known["dtype"]]
+        assert worst < allowed, f"a ring's results are off one kernel's by {worst:.1e} > {allowed}"
     close_mesh(mesh)
 
 
