@@ -13,20 +13,7 @@ import triton
 import triton.language as tl
 
 from kernel.flash_attention_triton_forward import LOG2E
-from kernel.matvec_kernels import place_of, wait_for_inputs
-
-LINE = tl.constexpr(128)  # bytes that one prefetch brings
-
-
-@triton.jit
-def prefetch_rows(w_ptr, rows, begin, C, AHEAD: tl.constexpr):
-    """Ask for the first AHEAD elements from column `begin` of each of `rows` to be brought to L2."""
-    step: tl.constexpr = LINE // (w_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    offs = begin + tl.arange(0, AHEAD // step) * step
-    addresses = (w_ptr + rows.to(tl.int64)[:, None] * C + offs[None, :]).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1
-    )
+from kernel.matvec_kernels import ask_for_rows, place_of, wait_for_inputs
 
 
 @triton.jit
@@ -51,7 +38,7 @@ def product_kernel(
     steps = tl.cdiv(C, BLOCK_C)
     begin, end = steps * part // PARTS, steps * (part + 1) // PARTS
     if AHEAD > 0:
-        prefetch_rows(w_ptr, tl.minimum(offs_n, N - 1), begin * BLOCK_C, C, AHEAD)
+        ask_for_rows(w_ptr, tl.minimum(offs_n, N - 1), begin * BLOCK_C, C, AHEAD)
     wait_for_inputs(PDL)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for step in tl.range(begin, end, num_stages=STAGES):
@@ -74,8 +61,8 @@ def swiglu_product_kernel(
     offs_m, offs_c = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_C)
     up_ptr = w_ptr + N.to(tl.int64) * C
     if AHEAD > 0:
-        prefetch_rows(w_ptr, tl.minimum(offs_n, N - 1), 0, C, AHEAD)
-        prefetch_rows(up_ptr, tl.minimum(offs_n, N - 1), 0, C, AHEAD)
+        ask_for_rows(w_ptr, tl.minimum(offs_n, N - 1), 0, C, AHEAD)
+        ask_for_rows(up_ptr, tl.minimum(offs_n, N - 1), 0, C, AHEAD)
     wait_for_inputs(PDL)
     gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)

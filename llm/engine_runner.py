@@ -20,7 +20,15 @@ from llm.engine_graphs_prompt import PromptGraphs
 from llm.engine_host import HostSteps, runs_host
 from llm.engine_invariant import InvariantSteps
 from llm.engine_prompts import prompt_arrays
-from llm.engine_sampling import Sampled, SamplingMode, SlotSettings, penalise_rows, sample_rows, sample_rows_fused
+from llm.engine_sampling import (
+    Sampled,
+    SamplingMode,
+    SlotSettings,
+    penalise_rows,
+    sample_rows,
+    sample_rows_fused,
+    setting_numbers,
+)
 from llm.engine_scheduler import Request, Segment, StepPlan
 from llm.engine_single import SingleToken, runs_single
 from llm.engine_weights import fuse_model
@@ -117,8 +125,9 @@ class EngineRunner:
             self.page_changes.clear()
         if not admitted:
             return
-        slots = self.upload(np.array([request.slot for request in admitted], dtype=np.int64))
-        self.settings.set(slots, [request.params.sampling for request in admitted])
+        rows = [[request.slot, *setting_numbers(request.params.sampling)] for request in admitted]
+        columns = self.upload(np.array(rows, dtype=np.float64).T.copy())  # (6, n)
+        self.settings.set(columns[0].long(), columns[1:])
         for request in admitted:
             if request.params.sampling.repetition_penalty != 1.0:
                 self.note_prompt(request)

@@ -16,28 +16,46 @@ from llm.sampling import BANNED, SamplingConfig, draw
 
 @dataclass
 class SlotSettings:
-    """The settings of every slot on the device, (slots,) each; `set` writes those of newly admitted requests."""
+    """The settings of every slot on the device: a table (5, slots) float32, one row for each property below."""
 
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    penalty: Tensor
+    table: Tensor
 
     @classmethod
     def make(cls, num_slots: int, device: torch.device) -> "SlotSettings":
-        zeros = torch.zeros(num_slots, device=device)
-        return cls(zeros.clone(), zeros.long(), zeros + 1, zeros.clone(), zeros + 1)
+        off = torch.tensor([[0.0], [0.0], [1.0], [0.0], [1.0]], device=device)
+        return cls(off.repeat(1, num_slots))
 
-    def set(self, slots: Tensor, sampling: list[SamplingConfig]) -> None:
-        """slots (n,) int64 on the device."""
-        numbers = [[s.temperature, s.top_k, s.top_p, s.min_p, s.repetition_penalty] for s in sampling]
-        columns = torch.tensor(numbers, dtype=torch.float64).T.to(slots.device)  # (5, n)
-        for target, column in zip(vars(self).values(), columns, strict=True):
-            target[slots] = column.to(target.dtype)
+    def set(self, slots: Tensor, numbers: Tensor) -> None:
+        """numbers (5, n) of the slots (n,) int64, as `setting_numbers` gives them, on the device."""
+        self.table.index_copy_(1, slots, numbers.float())
 
     def rows(self, slots: Tensor) -> "SlotSettings":
-        return SlotSettings(*(values[slots] for values in vars(self).values()))
+        return SlotSettings(self.table[:, slots])
+
+    @property
+    def temperature(self) -> Tensor:
+        return self.table[0]
+
+    @property
+    def top_k(self) -> Tensor:
+        return self.table[1].long()
+
+    @property
+    def top_p(self) -> Tensor:
+        return self.table[2]
+
+    @property
+    def min_p(self) -> Tensor:
+        return self.table[3]
+
+    @property
+    def penalty(self) -> Tensor:
+        return self.table[4]
+
+
+def setting_numbers(sampling: SamplingConfig) -> list[float]:
+    """A column of SlotSettings' table."""
+    return [sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.repetition_penalty]
 
 
 @dataclass(frozen=True)
