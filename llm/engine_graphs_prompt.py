@@ -17,7 +17,7 @@ from llm.engine_prompts import PromptArrays, prompt_arrays
 from llm.engine_sampling import Sampled, SamplingMode
 from llm.engine_scheduler import Request, Segment
 
-SHORTEST, LONGEST = 64, 2048  # tokens of a graph
+SHORTEST, LONGEST = 64, 8192  # tokens of a graph
 MOST_HISTORY = 8  # times the tokens: longer histories are rare
 MOST_SAMPLED = 64  # rows whose states become scores
 DRAWS = SamplingMode(draws=True)  # right for rows that take the likeliest too
