@@ -11,15 +11,17 @@ from typing import Any
 
 import torch
 
-from alignment.cost_model_calibration import EngineRates, calibrate_engine
+from alignment.cost_model_calibration import EngineRates, Setting, calibrate_engine
 from alignment.cost_model_rollout import Device, Lengths, predict_rollout
 from alignment.rollout import RolloutConfig
 from alignment.train_rl_config import TrainRlConfig
 from llm.args import ModelConfig
+from llm.bpe_tokenizer import Tokenizer
 from llm.cost_model_counts import count_parameters, workload_of
-from llm.cost_model_time import predict_step_time
+from llm.cost_model_time import output_product_s, predict_step_time
 from llm.hardware import Hardware
-from llm.hardware_calibration import Points
+from llm.hardware_calibration import Rates, pass_time
+from llm.loss import CPU_CHUNK_ELEMENTS
 from llm.model_loading import choose_dtype
 
 # Counted in a profile: operations on small tensors for a completion that becomes a row of a batch, and for a tensor of
@@ -48,18 +50,17 @@ class RlPrediction:
         return {name: getattr(self, name) for name in names} | share
 
 
-def device_of(hardware: Hardware, rollout: RolloutConfig) -> Device:
+def device_of(hardware: Hardware, rollout: RolloutConfig, tokenizer: Tokenizer) -> Device:
     """The hardware with its engine measured, in the engine's dtype."""
     device = torch.device(hardware.device)
-    dtype = choose_dtype(rollout.dtype, device)
-    rates = rates_of(device, dtype, hardware.rates.matmul, torch.get_num_threads())
-    return Device(hardware, rates, torch.empty(0, dtype=dtype).element_size())
+    at = Setting(device, choose_dtype(rollout.dtype, device), hardware.rates.matmul, tokenizer)
+    return Device(hardware, rates_of(at, torch.get_num_threads()), torch.empty(0, dtype=at.dtype).element_size())
 
 
 @lru_cache(maxsize=8)
-def rates_of(device: torch.device, dtype: torch.dtype, matmul: Points, threads: int) -> EngineRates:
-    """Measured once a process for each device, dtype and number of threads."""
-    return calibrate_engine(device, dtype, matmul)
+def rates_of(at: Setting, threads: int) -> EngineRates:
+    """Measured once a process for each setting and number of threads."""
+    return calibrate_engine(at)
 
 
 def predict_batch(config: TrainRlConfig, model: ModelConfig, device: Device, lengths: Lengths) -> RlPrediction:
@@ -92,7 +93,24 @@ def predict_update(config: TrainRlConfig, model: ModelConfig, hardware: Hardware
     train = config.train_config(replace(model, max_seq_len=max(model.max_seq_len, seq_len)), "", config.dtype)
     data = replace(train.data, seq_len=seq_len)
     train = replace(train, data=data, micro_batch_size=micro, global_batch_tokens=micro * count * seq_len)
-    step = predict_step_time(workload_of(train, hardware.device, 1), hardware.rates)
+    work = workload_of(train, hardware.device, 1)
+    step = predict_step_time(work, hardware.rates)
     sampled = lengths.response / seq_len
-    device_s = step.device_s - (1 - sampled) * step.loss_s
-    return config.steps_per_batch * max(device_s, step.host_s)
+    unused_s = (1 - sampled) * 3 * count * output_product_s(work, hardware.rates)
+    policy_s = policy_loss_seconds(sampled * count * micro * seq_len * model.vocab_size, hardware, config.dtype)
+    return config.steps_per_batch * max(step.device_s - step.loss_s - unused_s + policy_s, step.host_s)
+
+
+def policy_loss_seconds(scores: float, hardware: Hardware, dtype: str) -> float:
+    """Log-probs with their gradient and the entropy of so many scores, as alignment/grpo_log_probs passes over them.
+
+    On a GPU 25 passes of a float32 tensor and four of the logits'; on a CPU, in chunks that the cache holds, four of
+    exponentials and eight others, and the logits from memory and back.
+    """
+    rates: Rates = hardware.rates
+    if hardware.device == "cuda":
+        return pass_time(rates.new_pass, (25 * 4 + 4 * 4 + 4 * (2 if dtype == "bfloat16" else 4)) * scores)
+    chunks = max(1.0, scores / CPU_CHUNK_ELEMENTS)
+    chunk_bytes = 2 * 4 * scores / chunks
+    inside = 4 * pass_time(rates.exp_pass, chunk_bytes) + 8 * pass_time(rates.inplace_pass, chunk_bytes)
+    return chunks * inside + pass_time(rates.new_pass, 4 * 4 * scores)

@@ -8,11 +8,12 @@ together for a model of any shape. Takes about two seconds, once a process.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from llm.args import ModelConfig
+from llm.bpe_tokenizer import Tokenizer
 from llm.cost_model_counts import block_matrices
 from llm.cost_model_decode import cache_bytes_per_token, decode_step_flops
 from llm.engine import Engine, EngineConfig, RequestParams
@@ -35,44 +36,65 @@ SCORE_ROWS, SCORES = 32, 2048
 class EngineRates:
     """Constants of an engine on one device.
 
-    step_s, row_s: the host's part of a decoding step, and of each row in it. request_s: of each request, its prompt's
-    launches included. stream_s: of a prompt's token beside the products, for each layer and unit of d_model.
-    products: FLOP/s of a decoding step's products by rows. cache_bytes_per_s: keys and values that attention reads.
-    score_s: sampling, for each score of a row.
+    step_s, row_s: the host's part of a decoding step, and of each row in it. prompt_s: of a step with prompts, and
+    request_s of each request in it. On a CPU also: stream_s, of a prompt's token beside the products, for each layer
+    and unit of d_model; products, FLOP/s of a decoding step's products by rows; cache_bytes_per_s, keys and values that
+    attention reads; score_s, sampling, for each score of a row.
     """
 
     step_s: float
     row_s: float
+    prompt_s: float
     request_s: float
-    stream_s: float
-    products: Points
-    cache_bytes_per_s: float
-    score_s: float
+    stream_s: float = 0.0
+    products: Points = ()
+    cache_bytes_per_s: float = float("inf")
+    score_s: float = 0.0
 
 
-def calibrate_engine(
-    device: torch.device, dtype: torch.dtype, matmul: Points, now_s: Callable[[], float] = time.perf_counter
-) -> EngineRates:
-    """Measure `device` with weights in `dtype`; matmul: FLOP/s of products of many rows, by width."""
-    tiny, plain = (build_engine(shape, device, dtype) for shape in (TINY, PLAIN))
-    few, many = (time_steps(tiny, rows, SHORT, now_s) for rows in (FEW, MANY))
+@dataclass(frozen=True)
+class Setting:
+    """Where an engine is measured. matmul: FLOP/s of products of many rows, by width; the text of completions is made
+    by `tokenizer`, if given; seconds are now_s's."""
+
+    device: torch.device
+    dtype: torch.dtype
+    matmul: Points
+    tokenizer: Tokenizer | None = None
+    now_s: Callable[[], float] = time.perf_counter
+
+
+def calibrate_engine(at: Setting) -> EngineRates:
+    """The host's constants, and on a CPU the rates of the engine's work; a GPU's work is a roofline of its kernels."""
+    tiny = build_engine(TINY, at)
+    few, many = (time_steps(tiny, rows, SHORT, at.now_s) for rows in (FEW, MANY))
     row_s = max(0.0, (many.step_s - few.step_s) / (MANY - FEW))
     step_s = max(0.0, few.step_s - FEW * row_s)
     request_s = max(0.0, (many.first_s - few.first_s) / (MANY - FEW))
-    products, short_s = [], 0.0
+    host = EngineRates(step_s, row_s, max(0.0, few.first_s - FEW * request_s), request_s)
+    return host if at.device.type == "cuda" else calibrate_work(host, at)
+
+
+def calibrate_work(host: EngineRates, at: Setting) -> EngineRates:
+    """`host` with what two plain layers take beside it."""
+    plain, products, short_s = build_engine(PLAIN, at), [], 0.0
     for rows in ROWS:
-        whole_s = time_steps(plain, rows, SHORT, now_s).step_s
-        work_s = max(whole_s - step_s - rows * row_s, 0.05 * whole_s)
+        whole_s = time_steps(plain, rows, SHORT, at.now_s).step_s
+        work_s = max(whole_s - host.step_s - rows * host.row_s, 0.05 * whole_s)
         products.append((float(rows), decode_step_flops(PLAIN, rows, SHORT + STEPS / 2) / work_s))
         short_s = whole_s if rows == LONG_ROWS else short_s
-    long = time_steps(plain, LONG_ROWS, LONG, now_s)
-    moved = LONG_ROWS * (LONG - SHORT) * cache_bytes_per_token(PLAIN, torch.empty(0, dtype=dtype).element_size())
-    cache_s = max(long.step_s - short_s, 0.05 * long.step_s)
+    long = time_steps(plain, LONG_ROWS, LONG, at.now_s)
+    element_bytes = torch.empty(0, dtype=at.dtype).element_size()
+    moved = LONG_ROWS * (LONG - SHORT) * cache_bytes_per_token(PLAIN, element_bytes)
     tokens = LONG_ROWS * LONG
-    prompt_s = long.first_s - LONG_ROWS * request_s - prompt_flops(PLAIN, tokens) / interpolate(matmul, PLAIN.d_model)
-    stream_s = max(0.0, prompt_s) / (tokens * PLAIN.num_layers * PLAIN.d_model)
-    return EngineRates(
-        step_s, row_s, request_s, stream_s, tuple(products), moved / cache_s, score_seconds(device, now_s)
+    products_s = prompt_flops(PLAIN, tokens) / interpolate(at.matmul, PLAIN.d_model)
+    beside_s = max(0.0, long.first_s - host.prompt_s - LONG_ROWS * host.request_s - products_s)
+    return replace(
+        host,
+        stream_s=beside_s / (tokens * PLAIN.num_layers * PLAIN.d_model),
+        products=tuple(products),
+        cache_bytes_per_s=moved / max(long.step_s - short_s, 0.05 * long.step_s),
+        score_s=score_seconds(at.now_s),
     )
 
 
@@ -81,15 +103,15 @@ def prompt_flops(model: ModelConfig, tokens: float) -> float:
     return tokens * model.num_layers * sum(matrix.flops_per_token for matrix in block_matrices(model))
 
 
-def build_engine(shape: ModelConfig, device: torch.device, dtype: torch.dtype) -> Engine:
+def build_engine(shape: ModelConfig, at: Setting) -> Engine:
     """An engine with arbitrary weights of that shape, small enough for any generator."""
     generator = torch.Generator().manual_seed(0)
     model = Transformer(shape)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.fill_(1.0) if "norm" in name else parameter.normal_(0.0, 0.02, generator=generator)
-    model = model.to(device=device, dtype=dtype).eval()
-    return Engine(model, EngineConfig(max_running=max(*ROWS, MANY), prefix_sharing=False))
+    model = model.to(device=at.device, dtype=at.dtype).eval()
+    return Engine(model, EngineConfig(max_running=max(*ROWS, MANY), prefix_sharing=False), at.tokenizer)
 
 
 @dataclass
@@ -119,12 +141,10 @@ def time_steps(engine: Engine, rows: int, prompt: int, now_s: Callable[[], float
     return EngineTimes(min(first_s), min(step_s))
 
 
-def score_seconds(device: torch.device, now_s: Callable[[], float]) -> float:
-    """Of sampling one score of a row by plain operations; 0 on a GPU, where it is a kernel of the step."""
-    if device.type == "cuda":
-        return 0.0
+def score_seconds(now_s: Callable[[], float]) -> float:
+    """Of sampling one score of a row by plain operations."""
     scores = torch.randn(SCORE_ROWS, SCORES, generator=torch.Generator().manual_seed(0))
-    settings = SlotSettings.make(SCORE_ROWS, device)
+    settings = SlotSettings.make(SCORE_ROWS, torch.device("cpu"))
     settings.temperature.fill_(1.0)
     uniforms, best = torch.full((SCORE_ROWS,), 0.5, dtype=torch.float64), float("inf")
     with torch.inference_mode():

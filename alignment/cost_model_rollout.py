@@ -6,10 +6,13 @@ CPU one after the other, on a GPU at the same time. The host's part and the rate
 alignment/cost_model_calibration; prompts are a training step's forward pass, pages that a group shares computed once.
 """
 
+import math
 import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
 
 from alignment.cost_model_calibration import EngineRates, prompt_flops
 from alignment.rollout import RolloutConfig
@@ -20,10 +23,12 @@ from llm.engine_config import EngineConfig
 from llm.hardware import Hardware
 from llm.hardware_calibration import interpolate
 
-# A GPU's decoding step, counted in a profile: what lies between its products, each kernel at its shortest.
-KERNELS_PER_LAYER, KERNELS_PER_STEP, KERNEL_S = 10, 6, 2e-6
-PROMPT_OPERATIONS = 30  # of a layer over prompts, beside those of each piece
-PIECE_OPERATIONS = 8  # of a layer for each request's own piece of prompt, on a CPU
+# Of a GPU's layer, read off a profile of the engine on one H200 at 64 and 256 rows (docs/grpo.md): its four products,
+# its attention and its four small kernels each begin and end, and attention reaches so much of the bandwidth.
+PRODUCT_S, ATTENTION_S, SMALL_S = 4.5e-6, 6e-6, 2.5e-6
+ATTENTION_SHARE = 0.83
+LAYER_S, STEP_S = 4 * PRODUCT_S + ATTENTION_S + 4 * SMALL_S, 30e-6
+PIECE_OPERATIONS = 8  # of a further layer for each request's own piece of prompt, on a CPU
 
 
 @dataclass(frozen=True)
@@ -93,39 +98,49 @@ def predict_rollout(rows: int, rollout: RolloutConfig, model: ModelConfig, devic
 def step_seconds(model: ModelConfig, rows: int, context: float, device: Device) -> float:
     """One token for each of `rows` sequences of `context` tokens."""
     host_s = device.engine.step_s + rows * device.engine.row_s
-    if device.is_gpu:
-        return max(gpu_step(model, rows, context, device), host_s)
-    cache = rows * context * cache_bytes_per_token(model, device.element_bytes)
-    # Each query head reads the keys of its group anew.
-    cache *= model.num_heads / model.num_kv_heads
+    return (
+        max(gpu_step(model, rows, context, device), host_s)
+        if device.is_gpu
+        else host_s + cpu_step(model, rows, context, device)
+    )
+
+
+def cpu_step(model: ModelConfig, rows: int, context: float, device: Device) -> float:
+    """Products, reading the cache (each query head for itself), and sampling, one after the other."""
+    cache = rows * context * cache_bytes_per_token(model, device.element_bytes) * model.num_heads / model.num_kv_heads
     products = max(
         decode_step_flops(model, rows, 0) / interpolate(device.engine.products, rows),
         decode_weight_bytes(model, device.element_bytes) / device.memory_bytes_per_s,
     )
-    return host_s + products + cache / device.engine.cache_bytes_per_s + rows * model.vocab_size * device.engine.score_s
+    return products + cache / device.engine.cache_bytes_per_s + rows * model.vocab_size * device.engine.score_s
 
 
 def gpu_step(model: ModelConfig, rows: int, context: float, device: Device) -> float:
-    """Weights and caches are read, or products bound it; the kernels between them take their shortest time."""
-    rate = interpolate(device.engine.products, rows)
+    """Weights are read or multiplied, caches are read, and no kernel is shorter than it must."""
     products = max(
-        decode_step_flops(model, rows, 0) / rate,
+        decode_step_flops(model, rows, 0) / interpolate(device.hardware.rates.matmul, model.d_model),
         decode_weight_bytes(model, device.element_bytes) / device.memory_bytes_per_s,
     )
-    cache = rows * context * cache_bytes_per_token(model, device.element_bytes) / device.memory_bytes_per_s
-    return products + cache + (model.num_layers * KERNELS_PER_LAYER + KERNELS_PER_STEP) * KERNEL_S
+    cache = rows * context * cache_bytes_per_token(model, device.element_bytes)
+    attention = cache / (ATTENTION_SHARE * device.memory_bytes_per_s)
+    return products + attention + model.num_layers * LAYER_S + STEP_S
 
 
 def prompt_seconds(rows: int, model: ModelConfig, device: Device, lengths: Lengths) -> float:
     """All prompts, and what the host does once for each request."""
-    tokens = prompt_tokens(rows, lengths, page_size(device))
+    config = engine_config(device)
+    tokens = prompt_tokens(rows, lengths, config.page_size)
     flops = prompt_flops(model, tokens) + rows * output_matrix(model).flops_per_token
-    seconds = flops / interpolate(device.hardware.rates.matmul, model.d_model) + rows * device.engine.request_s
-    seconds += tokens * model.num_layers * model.d_model * device.engine.stream_s
+    work_s = flops / interpolate(device.hardware.rates.matmul, model.d_model)
+    steps = math.ceil(tokens / config.prefill_chunk)
+    host_s = steps * device.engine.prompt_s
     if device.is_gpu:
-        return seconds
-    pieces = rows * (model.num_layers - 1) * PIECE_OPERATIONS + model.num_layers * PROMPT_OPERATIONS
-    return seconds + pieces * device.hardware.rates.op_overhead_s + rows * model.vocab_size * device.engine.score_s
+        work_s += steps * (model.num_layers * LAYER_S + STEP_S)
+        return max(work_s, host_s) + rows * device.engine.request_s
+    work_s += tokens * model.num_layers * model.d_model * device.engine.stream_s
+    work_s += rows * model.vocab_size * device.engine.score_s
+    pieces_s = rows * (model.num_layers - 1) * PIECE_OPERATIONS * device.hardware.rates.op_overhead_s
+    return work_s + host_s + pieces_s + rows * device.engine.request_s
 
 
 def prompt_tokens(rows: int, lengths: Lengths, page: int) -> float:
@@ -135,7 +150,6 @@ def prompt_tokens(rows: int, lengths: Lengths, page: int) -> float:
     return groups * lengths.prompt + (rows - groups) * (lengths.prompt - shared)
 
 
-def page_size(device: Device) -> int:
-    import torch
-
-    return EngineConfig().for_device(torch.device(device.hardware.device)).page_size
+def engine_config(device: Device) -> EngineConfig:
+    """What alignment/rollout leaves as it is."""
+    return EngineConfig().for_device(torch.device(device.hardware.device))

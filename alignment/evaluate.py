@@ -34,6 +34,7 @@ from configs.loader import CONFIG_DIR, config_to_yaml, run_script, start_script
 from configs.run_dir import RunDir, read_json
 from configs.version import git_commit
 from llm.args import HardwareConfig, ModelConfig
+from llm.bpe_tokenizer import Tokenizer
 from llm.hardware import detect_hardware
 from llm.model_loading import load_model, resolve_checkpoint
 from parallel.mesh import Mesh, close_mesh, init_mesh
@@ -111,7 +112,11 @@ def run_evaluation(config: AlignmentEvaluateConfig) -> list[Figure]:
         "torch": torch.__version__, "commit": git_commit(), "problems": len(problems), "problems_too_long": dropped,
         "problems_repeated": len(drawn) - len(different),
     }  # fmt: skip
-    rows = [generation_row(model.config, read_answers(run_dir), config, mesh, seconds, written)] if written else []
+    rows = (
+        [generation_row(model.config, tokenizer, read_answers(run_dir), config, mesh, (seconds, written))]
+        if written
+        else []
+    )
     return conclude(config, run_dir, facts, rows)
 
 
@@ -179,16 +184,20 @@ def compare(answers: list[list[Answer]], baseline: str, seed: int) -> Figure:
 
 def generation_row(
     model: ModelConfig,
+    tokenizer: Tokenizer,
     answers: list[list[Answer]],
     config: AlignmentEvaluateConfig,
     mesh: Mesh,
-    seconds: float,
-    written: int,
+    measured: tuple[float, int],
 ) -> dict[str, Any]:
-    """The engine's time beside what the cost model says of the same prompts and lengths, batch by batch."""
+    """The engine's time beside what the cost model says of the same prompts and lengths, batch by batch.
+
+    measured: seconds, and the responses made in them.
+    """
+    seconds, written = measured
     hardware = detect_hardware(HardwareConfig(), mesh.device)
     made = [one for samples in answers for one in samples][-written:]
-    predicted, device = 0.0, device_of(hardware, config.rollout)
+    predicted, device = 0.0, device_of(hardware, config.rollout, tokenizer)
     for first in range(0, len(made), config.requests_at_once * mesh.world_size):
         share = made[first : first + config.requests_at_once * mesh.world_size][:: mesh.world_size]  # a rank's
         prompt = mean([one.prompt_tokens for one in share])

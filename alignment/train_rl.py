@@ -144,7 +144,7 @@ def predicted(run: RlRun, first: HeldOut | None) -> dict[str, Any]:
     prompts = run.rollout.held_out.prompts
     mean_prompt = sum(map(len, prompts)) / len(prompts)
     lengths = Lengths(mean_prompt, tuple(first.lengths), run.config.group_size)
-    device = device_of(run.hardware, run.config.rollout)
+    device = device_of(run.hardware, run.config.rollout, run.tokenizer)
     return predict_batch(run.config, run.sync.model_config, device, lengths).fields()
 
 

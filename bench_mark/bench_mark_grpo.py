@@ -3,26 +3,31 @@
     python -m bench_mark.bench_mark_grpo --out grpo.json        # a GPU: SmolLM2-135M's shape, 32 x 8 x 128 tokens, bf16
     python -m bench_mark.bench_mark_grpo                        # a CPU: mew-1m's shape, 4 x 4 x 32, float32
 
-Steps alternate: one of theirs, one of ours. On a CPU seconds are the process's own. Random weights; both write exactly
---new tokens a completion and get the same rewards. Predicted is alignment/cost_model's step, for both. The last line is
-JSON.
+Steps alternate: one of theirs, one of ours. On a CPU one thread works and seconds are the process's own. Both start from
+the same random weights, write exactly --new tokens a completion and get the same rewards. Predicted is
+alignment/cost_model's step, for both. The last line is JSON.
 """
 
 import argparse
 import json
 import statistics
 import tempfile
+import time
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from alignment.cost_model import RlPrediction, device_of, predict_batch
-from alignment.cost_model_rollout import Lengths
+from alignment.cost_model_calibration import Setting, calibrate_engine
+from alignment.cost_model_rollout import Device, Lengths
+from alignment.train_rl_setup import RlRun
 from bench_mark.bench_mark_grpo_contestants import Case, Ours, StepTime, Trl
 from bench_mark.bench_mark_serve_model import make_model
 from configs.errors import UserError
 from configs.version import git_commit
+from llm.hardware_calibration import calibrate
 from parallel.mesh import close_mesh, init_mesh
 
 TARGET = 1.5  # our tokens a second over theirs
@@ -56,8 +61,9 @@ def measure(case: Case, arguments: argparse.Namespace, work: Path) -> dict[str, 
         ours = Ours(case, checkpoint, work, world)
         mean_prompt = statistics.mean(map(len, ours.prompts))
         run = ours.run
+        device = measured_device(run)
         lengths = Lengths(mean_prompt, [case.new], case.group)
-        predicted = predict_batch(run.config, shape, device_of(run.hardware, run.config.rollout), lengths)
+        predicted = predict_batch(run.config, shape, device, lengths)
         own: list[StepTime] = []
         theirs: list[StepTime] = []
         steps = WARM_UP + arguments.steps
@@ -71,8 +77,19 @@ def measure(case: Case, arguments: argparse.Namespace, work: Path) -> dict[str, 
         close_mesh(world)
     return {
         "predicted": predicted.fields(), "prompt_tokens": mean_prompt, "device": run.hardware.description,
-        "dtype": run.config.dtype, "trl": version, "ours": own[WARM_UP:], "theirs": theirs[WARM_UP:],
+        "dtype": run.config.dtype, "trl": version, "rates": asdict(device.hardware.rates),
+        "engine_rates": asdict(device.engine), "ours": own[WARM_UP:], "theirs": theirs[WARM_UP:],
     } | {"rows": rows_of(predicted, own[WARM_UP:], theirs[WARM_UP:])}  # fmt: skip
+
+
+def measured_device(run: RlRun) -> Device:
+    """The constants by the clock that the steps are timed with."""
+    if run.hardware.device == "cuda":
+        return device_of(run.hardware, run.config.rollout, run.tokenizer)
+    rates = calibrate(torch.device("cpu"), torch.float32, time.process_time)
+    hardware = replace(run.hardware, rates=rates, memory_bytes_per_s=rates.new_pass[-1][0] / rates.new_pass[-1][1])
+    at = Setting(torch.device("cpu"), torch.float32, rates.matmul, run.tokenizer, time.process_time)
+    return Device(hardware, calibrate_engine(at), 4)
 
 
 def median(steps: list[StepTime], name: str) -> float:
@@ -118,6 +135,8 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     arguments = parse_arguments()
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)  # processor seconds count every thread
     try:
         case = Case(
             arguments.model, arguments.prompts, arguments.group, arguments.new, arguments.micro_rows, arguments.kernels

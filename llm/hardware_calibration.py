@@ -63,8 +63,9 @@ class Stopwatch:
     HELD_BYTES, so that each lands in memory that left the caches, as in a model.
     """
 
-    def __init__(self, device: torch.device, budget_s: float = 0.015, fewest: int = 5, most: int = 40):
-        self.device, self.budget_s, self.fewest, self.most = device, budget_s, fewest, most
+    def __init__(self, device: torch.device, now_s: Callable[[], float] = time.perf_counter):
+        self.device, self.now_s = device, now_s
+        self.budget_s, self.fewest, self.most = 0.015, 5, 40
 
     def __call__(self, work: Callable[[], torch.Tensor | None], hold: bool = False) -> float:
         return self.on_gpu(work) if self.device.type == "cuda" else self.on_cpu(work, hold)
@@ -91,18 +92,18 @@ class Stopwatch:
             held.extend(work() for _ in range(held.maxlen))
         times: list[float] = []
         while len(times) < self.fewest or (len(times) < self.most and sum(times) < self.budget_s):
-            start_s = time.perf_counter()
+            start_s = self.now_s()
             held.append(work())
-            times.append(time.perf_counter() - start_s)
+            times.append(self.now_s() - start_s)
         return min(times)
 
 
-def calibrate(device: torch.device, dtype: torch.dtype) -> Rates:
-    """Measure `device`; matrix products and attention in `dtype`, passes in float32."""
+def calibrate(device: torch.device, dtype: torch.dtype, now_s: Callable[[], float] = time.perf_counter) -> Rates:
+    """Measure `device`; matrix products and attention in `dtype`, passes in float32; a CPU by the clock `now_s`."""
     grid = GRIDS[device.type]
     if device.type == "cuda":
         raise_clocks(device)
-    stopwatch = Stopwatch(device)
+    stopwatch = Stopwatch(device, now_s)
     return Rates(
         matmul=tuple((width, matmul_rate(width, grid.rows, device, dtype, stopwatch)) for width in grid.widths),
         new_pass=pass_times(grid, device, lambda a, b: a * b, 3, stopwatch),
@@ -110,7 +111,7 @@ def calibrate(device: torch.device, dtype: torch.dtype) -> Rates:
         exp_pass=pass_times(grid, device, lambda a, b: F.silu(a), 2, stopwatch),
         attention=tuple(attention_rates(head_dim, grid, device, dtype, stopwatch) for head_dim in grid.head_dims),
         bf16_matmul=square_bf16_rate(device, stopwatch),
-        op_overhead_s=op_overhead(device),
+        op_overhead_s=op_overhead(device, stopwatch),
     )
 
 
@@ -170,7 +171,7 @@ def attention_rates(
     return head_dim, tuple(forward), tuple(backward)
 
 
-def op_overhead(device: torch.device, count: int = 200) -> float:
+def op_overhead(device: torch.device, stopwatch: Stopwatch, count: int = 200) -> float:
     """Seconds that the host needs to issue one operation and its backward's, halved."""
     x = torch.ones(16, device=device, requires_grad=True)
 
@@ -180,7 +181,7 @@ def op_overhead(device: torch.device, count: int = 200) -> float:
             y = y * 1.5
         y.backward(torch.ones_like(y))
 
-    return Stopwatch(device)(chain) / (2 * count)
+    return stopwatch(chain) / (2 * count)
 
 
 def interpolate(points: Points, size: float) -> float:

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from alignment.cost_model import OPERATIONS_PER_SAMPLE, OPERATIONS_PER_TENSOR, predict_batch
-from alignment.cost_model_calibration import EngineRates, calibrate_engine, prompt_flops
+from alignment.cost_model_calibration import EngineRates, Setting, calibrate_engine, prompt_flops
 from alignment.cost_model_rollout import (
-    KERNEL_S,
-    KERNELS_PER_LAYER,
-    KERNELS_PER_STEP,
+    ATTENTION_SHARE,
+    LAYER_S,
+    STEP_S,
     Device,
     Lengths,
     alive_by_step,
@@ -30,7 +30,7 @@ from tests.alignment.rl_start import rl_config
 FLAT = ((1.0, 1e15), (1e9, 1e15))  # FLOP/s at any width
 INSTANT = ((1.0, 1e-15), (1e12, 1e-15))
 RATES = Rates(FLAT, INSTANT, INSTANT, INSTANT, ((64, FLAT, FLAT),), 1e15, 0.0)
-NO_HOST = EngineRates(0.0, 0.0, 0.0, 0.0, FLAT, 1e20, 0.0)
+NO_HOST = EngineRates(0.0, 0.0, 0.0, 0.0, 0.0, FLAT, 1e20, 0.0)
 MODEL = ModelConfig(vocab_size=2048, d_model=512, num_layers=8, num_heads=8, d_ff=1536, max_seq_len=512)
 LENGTHS = Lengths(prompt=50.0, responses=[100], group=8)
 
@@ -70,9 +70,8 @@ def test_a_group_computes_the_whole_pages_of_its_prompt_once():
 
 def test_a_memory_bound_step_on_a_gpu_reads_weights_and_caches_once():
     found = step_seconds(MODEL, 64, 100.0, device("cuda"))
-    kernels = (8 * KERNELS_PER_LAYER + KERNELS_PER_STEP) * KERNEL_S
-    moved = decode_weight_bytes(MODEL, 2) + 64 * 100 * cache_bytes_per_token(MODEL, 2)
-    assert found == pytest.approx(moved / 1e11 + kernels)
+    moved = decode_weight_bytes(MODEL, 2) + 64 * 100 * cache_bytes_per_token(MODEL, 2) / ATTENTION_SHARE
+    assert found == pytest.approx(moved / 1e11 + 8 * LAYER_S + STEP_S)
 
 
 def test_a_gpu_waits_for_a_slow_host_and_a_cpu_is_its_own():
@@ -117,6 +116,17 @@ def test_batches_and_weights_cost_the_host_operations_by_count(config):
     assert found.sync_s == pytest.approx(moved + tensors * OPERATIONS_PER_TENSOR * 1e-3)
 
 
+def test_the_output_layer_and_the_loss_are_paid_for_sampled_tokens_alone(config):
+    """Half of the tokens sampled costs what a vocabulary of half the size does."""
+    slow = device(rates=replace(RATES, matmul=((1.0, 1e11), (1e9, 1e11)), exp_pass=((1.0, 1e-9), (1e12, 1e3))))
+    all_sampled = predict_batch(config, MODEL, slow, Lengths(prompt=0.0, responses=[128], group=8))
+    half = predict_batch(config, MODEL, slow, Lengths(prompt=64.0, responses=[64], group=8))
+    smaller = replace(MODEL, vocab_size=1024)
+    narrow = predict_batch(config, smaller, slow, Lengths(prompt=0.0, responses=[128], group=8))
+    assert half.update_s == pytest.approx(narrow.update_s, rel=0.01)
+    assert half.update_s < 0.98 * all_sampled.update_s
+
+
 def test_the_parts_make_the_whole_and_the_share(config):
     fields = predict_batch(config, MODEL, device(step_s=1e-3), LENGTHS).fields()
     parts = ("rollout_s", "reward_s", "log_prob_s", "update_s", "sync_s")
@@ -128,8 +138,9 @@ def test_the_parts_make_the_whole_and_the_share(config):
 def test_the_engine_s_constants_are_read_off_a_clock():
     """By a clock that moves one second a look: no machine is timed."""
     looks = iter(range(1_000_000))
-    rates = calibrate_engine(torch.device("cpu"), torch.float32, ((1.0, 1e9), (1e9, 1e9)), lambda: float(next(looks)))
-    assert rates.step_s == 1.0 and rates.row_s == 0.0 and rates.request_s == 0.0
+    at = Setting(torch.device("cpu"), torch.float32, ((1.0, 1e9), (1e9, 1e9)), None, lambda: float(next(looks)))
+    rates = calibrate_engine(at)
+    assert (rates.step_s, rates.row_s, rates.prompt_s, rates.request_s) == (1.0, 0.0, 1.0, 0.0)
     assert all(rate > 0 for _, rate in rates.products) and rates.cache_bytes_per_s > 0
     assert rates.score_s == 1.0 / (32 * 2048)
     assert prompt_flops(MODEL, 2.0) == 2 * prompt_flops(MODEL, 1.0)
