@@ -88,3 +88,4 @@ FEW_ROWS = {"float32": 2e-6, "bfloat16": 2**-7}
 # Log-probabilities of an engine in bfloat16 against a full pass of the same weights in float32, on the small model of
 # test_engine_gpu: plain layers in bfloat16 differ by 0.007 on average and by up to 0.044.
 ENGINE_BF16_LOG_PROBS, ENGINE_BF16_LOG_PROBS_MEAN = 0.1, 0.015
+ROPE_COSINE = 1e-4  # cos of an angle of up to 200 radians, of which float32 has lost eight bits
