@@ -6,7 +6,8 @@ programs own tiles of a weight's rows, or a share of their columns (`parts`, sum
 kernel that reads them), a norm with the residual sum, and attention with RoPE and the cache. Before a product waits for
 the kernel in front of it (programmatic dependent launch, see matvec_kernels) it asks for the beginning of its weights,
 so that they are in L2 when its input is there; attention asks for the keys of earlier tokens. Results are rounded where
-the model's own layers round. M rows, C inner width, N outer width, D head_dim, H heads, K kv heads.
+the model's own layers round. M rows, for which nothing is compiled anew, C inner width, N outer width, D head_dim,
+H heads, K kv heads.
 """
 
 import triton
@@ -25,7 +26,7 @@ def load_tile(ptr, rows, bound, offs_c, C, stride, EVEN: tl.constexpr):
     return tl.load(ptr + rows.to(tl.int64)[:, None] * stride + offs_c[None, :], mask=inside, other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def product_kernel(
     x_ptr, w_ptr, out_ptr, M, N, C,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr,
@@ -50,7 +51,7 @@ def product_kernel(
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(offs_m < M)[None, :] & (offs_n < N)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def swiglu_product_kernel(
     x_ptr, w_ptr, out_ptr, M, N, C,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, AHEAD: tl.constexpr,
@@ -90,7 +91,7 @@ def embed_kernel(rows_ptr, last_ptr, embedding_ptr, stream_ptr, C, BLOCK_C: tl.c
     tl.store(stream_ptr + row * C + offs_c, vector, mask=offs_c < C)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def sum_norm_kernel(
     parts_ptr, stream_ptr, norm_ptr, normed_ptr, eps, M, C,
     PARTS: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
@@ -137,7 +138,7 @@ def load_keys(k_ptr, v_ptr, table_ptr, keys, end, kv_head, K, D: tl.constexpr, P
     return first, second, tl.load(v_ptr + starts + offs_d[None, :], mask=inside[:, None], other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "stride_rows"])
 def rows_attend_kernel(
     parts_ptr, bias_ptr, cos_ptr, sin_ptr, rows_ptr, tables_ptr, k_ptr, v_ptr, out_ptr,
     scale, M, H, K, stride_rows, columns,
