@@ -54,10 +54,7 @@ def matvec_candidates(device: torch.device) -> list[MatvecConfig]:
         default,
         replace(default, ahead=2),
         replace(default, ahead=4),
-        replace(default, tile=8192, programs=3),
-        replace(default, tile=8192, programs=3, ahead=3),
-        replace(default, tile=32768, small_tile=16384, programs=1),
-        replace(default, pdl=False),
+        replace(default, tile=8192, programs=3, ahead=2),
     ]
 
 
