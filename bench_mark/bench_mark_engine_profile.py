@@ -156,6 +156,16 @@ def sweep_matvec(model: Transformer) -> list[dict[str, Any]]:
     return rows
 
 
+def note(document: dict[str, Any], name: str, row: dict[str, Any]) -> None:
+    """Keep and print one profile."""
+    document[name] = row
+    print(
+        f"{name}: step {row['step_us']:.0f} us, kernels {row['kernels_us']:.0f}, host {row.get('host_cpu_us', 0):.0f}"
+    )
+    for one in row["kernels"]:
+        print(f"  {one['us']:8.1f} us {one['calls']:6.1f}  {one['kernel']}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
@@ -166,25 +176,14 @@ def main() -> None:
     model = build_model("1b", torch.device("cuda"), torch.bfloat16)
     document: dict[str, Any] = {}
     for count in (1, 64, 256):
-        document[f"decode {count}"] = profile_steps(decoding_engine(model, count))
-        print(f"decode {count}: step {document[f'decode {count}']['step_us']:.0f} us", flush=True)
-    document["decode 64 by the model's layers"] = profile_steps(without_few_rows(decoding_engine(model, 64)))
+        note(document, f"decode {count}", profile_steps(decoding_engine(model, count)))
+    plain = without_few_rows(decoding_engine(model, 64))
+    note(document, "decode 64 by the model's layers", profile_steps(plain))
     for count, length in ((1, 128), (64, 128), (128, 128)):
-        document[f"prefill {count}x{length}"] = profile_prefill(model, count, length)
-    document["sweep"] = sweep_matvec(model) if 1 in arguments.sweep else []
+        note(document, f"prefill {count}x{length}", profile_prefill(model, count, length))
     for count in arguments.sweep:
-        if count > 1:
-            print(f"variants of a step of {count} rows")
-            document[f"sweep {count}"] = sweep_few_rows(model, count)
-    for name, row in document.items():
-        if name.startswith("sweep"):
-            continue
-        print(
-            f"{name}: step {row['step_us']:.0f} us, kernels {row['kernels_us']:.0f}, "
-            f"host {row.get('host_cpu_us', 0):.0f}"
-        )
-        for one in row["kernels"]:
-            print(f"  {one['us']:8.1f} us {one['calls']:6.1f}  {one['kernel']}")
+        print(f"variants of a step of {count} rows")
+        document[f"sweep {count}"] = sweep_matvec(model) if count == 1 else sweep_few_rows(model, count)
     if arguments.out:
         arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(document))
