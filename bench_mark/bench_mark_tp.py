@@ -1,8 +1,8 @@
-"""Tensor parallelism beside torch's DTensor: forward and backward of a stack of blocks, bytes and time of crossings.
+"""Tensor parallelism beside torch's DTensor: forward and backward of a stack of blocks, time, memory, bytes.
 
-Contestants take turns step by step. "over bare" is what the crossings add to one rank's part of the products; its
-prediction, parallel/cost_model's seconds of every crossing that nothing runs beside, needs links that configs/hardware
-knows. "sent" is the log's, its prediction cost_model_tensor's; DTensor sends past our log. The last line is JSON.
+Contestants take turns step by step. "alone" has the whole stack on one device, "bare" one rank's part of the products
+and sends nothing. Exposed seconds and bytes are the log's; DTensor sends past our log. "of one" is the throughput over
+that of one device. What is predicted and from what: bench_mark_tp_predictions. The last line is one JSON document.
 
     torchrun --nproc-per-node=2 -m bench_mark.bench_mark_tp                       # gloo on CPUs, nccl on GPUs
     torchrun --nproc-per-node=8 -m bench_mark.bench_mark_tp --model 1b --batch 4 --seq-len 4096
@@ -12,6 +12,7 @@ import argparse
 import json
 import statistics
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +20,21 @@ import torch
 
 from bench_mark.bench_mark_model import load_model_config
 from bench_mark.bench_mark_model_report import facts
-from bench_mark.bench_mark_tp_contestants import CHUNKS, VARIANTS, Contestant, Setup, build
+from bench_mark.bench_mark_tp_contestants import VARIANTS, Contestant, Setup, build
+from bench_mark.bench_mark_tp_predictions import predicted
 from configs.errors import UserError
 from configs.report_numbers import format_quantity
 from configs.run_dir import write_json_atomic
 from llm.args import HardwareConfig
-from llm.hardware import Hardware, detect_hardware, known_hardware, match_gpu
-from llm.plan_shapes import meta_params
-from llm.plan_shapes_tensor import tensor_shape
-from llm.plan_time import cluster_of, message_seconds
+from llm.hardware import Hardware, detect_hardware
+from llm.metrics_memory import PeakMemory
 from parallel.collectives import barrier
-from parallel.cost_model_tensor import activation_messages
-from parallel.cost_model_traffic import Message
-from parallel.mesh import close_mesh, init_mesh, read_ranks
+from parallel.mesh import Mesh, close_mesh, init_mesh, read_ranks
 from parallel.mesh_degrees import Degrees
 
 COLUMNS = (
-    f"{'variant':16} {'step':>10} {'over bare':>10} {'predicted':>10} {'ratio':>6} {'exposed':>10} "
-    f"{'sent':>10} {'predicted':>10}  bound"
+    f"{'variant':14} {'predicted':>9} {'step':>9} {'ratio':>5} {'waits':>9} {'exposed':>9} {'peak':>9} {'measured':>9} "
+    f"{'ratio':>5} {'sent':>9} {'measured':>9} {'of one':>6}  bound"
 )
 AGREEMENT = {"float32": 1e-4, "bfloat16": 2e-2}  # of sums of squares: their relative difference
 
@@ -59,64 +57,58 @@ def measure(setup: Setup, names: list[str], steps: int, warmup: int) -> list[Con
             if number >= warmup:
                 contestant.seconds.append(time.perf_counter() - began)
                 contestant.comm.append(mesh.log.drain(0))
+    for contestant in contestants:
+        look_at_memory(contestant, mesh)
     return contestants
 
 
-def crossings(name: str, setup: Setup) -> list[Message]:
-    """The messages of one step of a contestant of ours: those of the blocks, from the whole model's."""
-    config = setup.config(name)
-    shape = tensor_shape(meta_params(setup.model), config)
-    inside = activation_messages(shape, [setup.batch * setup.seq_len])
-    return [message for message in inside if 1 <= message.stage <= setup.model.num_layers]
+def look_at_memory(contestant: Contestant, mesh: Mesh) -> None:
+    """The peak of one more step, without what lies there of the other contestants."""
+    weights = list(contestant.weights)
+    own = sum(weight.nbytes for weight in weights)
+    others = torch.cuda.memory_allocated(mesh.device) - own if mesh.device.type == "cuda" else 0
+    with PeakMemory(mesh.device, weights) as memory:
+        contestant.step()
+    mesh.log.drain(0)
+    contestant.peak_bytes = memory.peak_bytes - others
 
 
-def predicted(name: str, setup: Setup, hardware: Hardware) -> dict[str, float | None]:
-    """Bytes of all crossings, and seconds of those that no product hides: of a crossing in k chunks one."""
-    if name == "bare":
-        return {"sent_bytes": 0.0, "over_bare_s": 0.0}
-    if name.startswith("dtensor"):
-        return {"sent_bytes": None, "over_bare_s": None}
-    messages = crossings(name, setup)
-    links = match_gpu(hardware.description, known_hardware())
-    if links is None or links.link_bytes_per_s is None:
-        return {"sent_bytes": sum(message.nbytes for message in messages), "over_bare_s": None}
-    degrees, size = setup.parallel(name).degrees().resolve(setup.mesh.world_size), setup.mesh.world_size
-    nodes = -(-size // links.gpus_per_node)
-    seconds_of = message_seconds(degrees, cluster_of(links, nodes, min(size, links.gpus_per_node)))
-    seconds = sum(map(seconds_of, messages)) / CHUNKS.get(name, 1)
-    return {"sent_bytes": sum(message.nbytes for message in messages), "over_bare_s": seconds}
-
-
-def row_of(contestant: Contestant, setup: Setup, hardware: Hardware, bare_s: float | None) -> dict[str, Any]:
+def row_of(contestant: Contestant, setup: Setup, hardware: Hardware, steps_s: dict[str, float]) -> dict[str, Any]:
+    """Predicted and measured of one contestant; `steps_s` has all medians."""
     lines = [line for step in contestant.comm for line in step]
-    step_s, count = statistics.median(contestant.seconds), len(contestant.seconds)
+    step_s, count = steps_s[contestant.name], len(contestant.seconds)
     said = predicted(contestant.name, setup, hardware)
     ours = not contestant.name.startswith("dtensor")
+    bare_s, alone_s = steps_s.get("bare"), steps_s.get("alone")
     return {
         "variant": contestant.name,
         "step_s": step_s,
         "over_bare_s": None if bare_s is None else step_s - bare_s,
-        "predicted_over_bare_s": said["over_bare_s"],
+        "of_one": alone_s / step_s if alone_s else None,
         "exposed_s": sum(line["exposed_seconds"] for line in lines) / count if ours else None,
         "sent_bytes": sum(line["bytes"] for line in lines) / count if ours else None,
-        "predicted_sent_bytes": said["sent_bytes"],
+        "peak_bytes": contestant.peak_bytes,
+        "ratio": step_s / said.step_s if said.step_s else None,
+        "peak_ratio": contestant.peak_bytes / said.peak_bytes if said.peak_bytes else None,
         "bound": "products" if bare_s is None or step_s < 2 * bare_s else "network",
         "result": contestant.results[0],
         "seconds": contestant.seconds,
         "comm": contestant.comm[-1],
-    }
+    } | {f"predicted_{key}": value for key, value in asdict(said).items()}
 
 
 def show(row: dict[str, Any]) -> str:
     def text(key: str, unit: str) -> str:
-        return f"{'–' if row[key] is None else format_quantity(row[key], unit):>10}"
+        return f"{'–' if row[key] is None else format_quantity(row[key], unit):>9}"
 
-    both = row["predicted_over_bare_s"] and row["over_bare_s"] is not None
-    ratio = f"{row['over_bare_s'] / row['predicted_over_bare_s']:.2f}" if both else "–"
+    def share(key: str, width: int) -> str:
+        return f"{'–' if row[key] is None else format(row[key], '.2f'):>{width}}"
+
     return (
-        f"{row['variant']:16} {text('step_s', 's')} {text('over_bare_s', 's')} {text('predicted_over_bare_s', 's')} "
-        f"{ratio:>6} {text('exposed_s', 's')} {text('sent_bytes', 'bytes')} {text('predicted_sent_bytes', 'bytes')}  "
-        f"{row['bound']}"
+        f"{row['variant']:14} {text('predicted_step_s', 's')} {text('step_s', 's')} {share('ratio', 5)} "
+        f"{text('predicted_waited_s', 's')} {text('exposed_s', 's')} {text('predicted_peak_bytes', 'bytes')} "
+        f"{text('peak_bytes', 'bytes')} {share('peak_ratio', 5)} {text('predicted_sent_bytes', 'bytes')} "
+        f"{text('sent_bytes', 'bytes')} {share('of_one', 6)}  {row['bound']}"
     )
 
 
@@ -152,8 +144,8 @@ def main() -> None:
     )  # fmt: skip
     hardware = detect_hardware(HardwareConfig(), mesh.device, dtype=setup.dtype)
     contestants = measure(setup, args.variants.split(","), args.steps, args.warmup)
-    bare = [statistics.median(c.seconds) for c in contestants if c.name == "bare"]
-    rows = [row_of(contestant, setup, hardware, bare[0] if bare else None) for contestant in contestants]
+    steps_s = {contestant.name: statistics.median(contestant.seconds) for contestant in contestants}
+    rows = [row_of(contestant, setup, hardware, steps_s) for contestant in contestants]
     known = facts(hardware, setup.dtype) | {
         "ranks": mesh.world_size, "backend": mesh.backend, "model": args.model or "default",
         "batch": [setup.batch, setup.seq_len], "compile": setup.compile,

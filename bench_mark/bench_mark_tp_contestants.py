@@ -1,8 +1,9 @@
 """The contestants of bench_mark_tp: a stack of blocks cut by ours, by DTensor's plan, and as one rank's part alone.
 
 All ranks see the same tokens. DTensor's styles take torch's Linear only, so its blocks get those, over the same
-weights; its norms stay plain tensors, as in ours, which spares it their dispatch. "bare" has the shapes of one rank's
-part and sends nothing: what a step would take if crossings were free.
+weights; its norms stay plain tensors, as in ours, which spares it their dispatch. "alone" is the
+whole stack on every rank. "bare" has the shapes of one rank's part and sends nothing: what a step would take if
+crossings were free.
 """
 
 import copy
@@ -21,7 +22,7 @@ from llm.transformer_layers import Linear
 from parallel.collectives import all_reduce_sum
 from parallel.mesh import Mesh
 
-VARIANTS = ("bare", "tp", "tp+sp", "tp+sp 2 chunks", "tp+sp 4 chunks", "dtensor", "dtensor+sp")
+VARIANTS = ("alone", "bare", "tp", "tp+sp", "tp+sp 2 chunks", "tp+sp 4 chunks", "dtensor", "dtensor+sp")
 CHUNKS = {"tp+sp 2 chunks": 2, "tp+sp 4 chunks": 4}
 
 
@@ -46,6 +47,8 @@ class Setup:
         return draw(part_of(self.model, self.mesh.size("tp")), self.mesh.device)
 
     def parallel(self, name: str) -> ParallelConfig:
+        if name == "alone":
+            return ParallelConfig()
         return ParallelConfig(tp=self.mesh.size("tp"), sequence_parallel="+sp" in name, tp_chunks=CHUNKS.get(name, 1))
 
     def config(self, name: str) -> TrainConfig:
@@ -65,6 +68,8 @@ class Contestant:
     seconds: list[float] = field(default_factory=list)
     comm: list[list[dict]] = field(default_factory=list)
     results: list[float] = field(default_factory=list)
+    weights: list[Tensor] = field(default_factory=list)  # of its blocks, and the tokens that go in
+    peak_bytes: float = 0.0
 
 
 def build(name: str, setup: Setup) -> Contestant:
@@ -72,7 +77,7 @@ def build(name: str, setup: Setup) -> Contestant:
     model = copy.deepcopy(setup.initial_part if name == "bare" else setup.initial).to(mesh.device)
     if name.startswith("dtensor"):
         cut_by_dtensor(model, setup, "+sp" in name)
-    elif name != "bare":
+    elif name not in ("alone", "bare"):
         apply_tensor(model, setup.config(name), mesh)
     blocks = model.blocks
     if setup.compile:
@@ -100,7 +105,7 @@ def build(name: str, setup: Setup) -> Contestant:
         total = step()
         return all_reduce_sum(total.clone(), mesh, "tp") if by_tokens else total
 
-    contestant = Contestant(name, step)
+    contestant = Contestant(name, step, weights=[*blocks.parameters(), x])
     contestant.results.append(whole_step().item())
     return contestant
 
