@@ -44,3 +44,23 @@ def test_two_ranks_that_hold_half_the_layers_each_train_as_one_device(tiny_corpu
     _, err = process.communicate(timeout=180)
     assert process.returncode == 0, err
     assert len(losses(tmp_path / "two")) == 8
+
+
+def test_stages_whose_blocks_are_sharded_train_as_one_device_and_go_on_elsewhere(tiny_corpus, tmp_path):
+    overrides = [*tiny_corpus.overrides(tmp_path), "model.num_layers=4", "model.tie_embeddings=true"]
+    overrides += ["micro_batch_size=2"]
+    train(compose_config(TrainConfig, "training", [*overrides, "name=one"]))
+    process = start(overrides, "name=four", "parallel.pp=2", "parallel.zero=3", ranks=4)
+    _, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    one, four = losses(tmp_path / "one"), losses(tmp_path / "four")
+    assert len(one) == 6 and four == pytest.approx(one, rel=10 * FP32_GRADIENT)
+    assert validation(tmp_path / "four") == pytest.approx(validation(tmp_path / "one"), rel=10 * FP32_GRADIENT)
+    report = json.loads((tmp_path / "four" / "report.json").read_text())
+    rows = {row["quantity"]: row for row in report["rows"]}
+    assert rows["sent over dp_shard_cp"]["ratio"] == 1 and rows["sent over pp"]["ratio"] == 1
+    assert rows["peak memory"]["ratio"] == pytest.approx(1, rel=MEMORY_RATIO)
+    process = start(overrides, "name=four", "max_steps=8", "parallel.zero=2")
+    _, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    assert len(losses(tmp_path / "four")) == 8

@@ -17,11 +17,11 @@ from tests.conftest import ROOT
 from tests.tolerances import FP32_GRADIENT
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
-TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+TORCHRUN = ["-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
 
 
-def start(overrides: list[str], *changes: str) -> subprocess.Popen:
-    command = [sys.executable, *TORCHRUN, "-m", "llm.training", *overrides, *changes]
+def start(overrides: list[str], *changes: str, ranks: int = 2) -> subprocess.Popen:
+    command = [sys.executable, *TORCHRUN, f"--nproc-per-node={ranks}", "-m", "llm.training", *overrides, *changes]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
