@@ -12,6 +12,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from omegaconf import OmegaConf
 
 from bench_mark.bench_mark_engine_checks import check_engine
 from bench_mark.bench_mark_engine_peers import compiled_decoder, transformers_generate, transformers_model
+from bench_mark.bench_mark_engine_turns import compare_in_turns
 from configs.loader import CONFIG_DIR, load_config
 from configs.version import git_commit
 from llm.args import ModelConfig
@@ -82,7 +84,7 @@ class Benchmark:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         self.model = build_model(arguments.model, self.device, self.dtype)
-        self.rates = measured_rates(self.device)
+        self.rates = measured_rates(self.device, sum(p.nbytes for p in self.model.parameters()))
         self.rows: list[dict[str, Any]] = []
         self.foreign: Any = None
 
@@ -180,8 +182,11 @@ class Benchmark:
         return peers
 
 
-def measured_rates(device: torch.device) -> DecodeRates:
-    """This run's matmul and copy rates in the dtype that the model has there."""
+def measured_rates(device: torch.device, num_bytes: int = 2**26) -> DecodeRates:
+    """This run's matmul and copy rates in the dtype that the model has there.
+
+    On a CPU the copy is of `num_bytes`, a model's size: a small model's weights come from a cache and not from memory.
+    """
     if device.type == "cuda":
         from bench_mark.bench_mark_flash_attention_cases import measured_peaks
 
@@ -189,8 +194,9 @@ def measured_rates(device: torch.device) -> DecodeRates:
         return DecodeRates(peaks.matmul_flops, peaks.memory_bytes)
     a, b = torch.randn(2, 1024, 1024)
     matmul_s, _ = timed(lambda: a @ b, device, 5)
-    source = torch.randn(2**24)
-    copy_s, _ = timed(source.clone, device, 5)
+    source = torch.randn(num_bytes // 4)
+    target = torch.zeros_like(source)
+    copy_s, _ = timed(lambda: target.copy_(source), device, 20)
     return DecodeRates(2 * 1024**3 / matmul_s, 2 * source.nbytes / copy_s)
 
 
@@ -213,19 +219,25 @@ def main() -> None:
     document |= {"device": name, "dtype": str(bench.dtype), "rates": vars(bench.rates), "rows": bench.rows}
     document |= {"prompt": prompt, "new": new}
     print(f"{name} · {bench.dtype} · torch {torch.__version__} · commit {document['commit']} · {arguments.model}")
-    print(f"matmul {bench.rates.matmul_flops / 1e12:.1f} TFLOP/s, copy {bench.rates.memory_bytes / 1e12:.3f} TB/s")
+    print(f"matmul {bench.rates.matmul_flops / 1e12:.4g} TFLOP/s, copy {bench.rates.memory_bytes / 1e12:.3f} TB/s")
     if not arguments.no_peers:
         bench.foreign = transformers_model(bench.model)
     document["checks"] = check_engine(bench.model)
     print(json.dumps(document["checks"]), flush=True)
     print(f"{'case':46} {'predicted':>10} {'measured':>10} {'ratio':>6}  bound   (tokens/s)")
-    bench.single(prompt, new)
+    vocab_size = bench.model.config.vocab_size
+    if on_gpu:
+        bench.single(prompt, new)
+        compare = bench.throughput
+    else:
+        compare = partial(compare_in_turns, bench)
+        compare("1 request, first token", make_prompts(1, [prompt], vocab_size, 1), [1])
+        compare("1 request", make_prompts(1, [prompt], vocab_size, 1), [new])
     for count in arguments.requests if arguments.requests is not None else ([64, 256] if on_gpu else [16]):
-        vocab_size = bench.model.config.vocab_size
-        bench.throughput(f"{count} requests, equal", make_prompts(count, [prompt], vocab_size, count), [new] * count)
+        compare(f"{count} requests, equal", make_prompts(count, [prompt], vocab_size, count), [new] * count)
         prompts = make_prompts(count, [prompt // 4, prompt, 7 * prompt // 4], vocab_size, count)
         lengths = [max(1, new * (1 + i % 8) // 8) for i in range(count)]
-        bench.throughput(f"{count} requests, mixed", prompts, lengths)
+        compare(f"{count} requests, mixed", prompts, lengths)
         if arguments.out:
             arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(document))
