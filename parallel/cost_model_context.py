@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from parallel.cost_model_traffic import ITEM_BYTES, Message
 
 AXIS = "cp"
+QUERY_SHARE = 3 / 7  # of a backward block: S, dP and dQ, before S, dP, dV and dK
 
 
 @dataclass(frozen=True)
@@ -94,13 +95,17 @@ def ring_forward_time(ranks: int, block_s: float, keys_s: float) -> RingTime:
     return RingTime(seconds, seconds - ranks * block_s)
 
 
-def ring_backward_time(ranks: int, block_s: float, keys_s: float, sums_s: float) -> RingTime:
-    """The same, and behind the blocks of the second half of a step the sums of the one before; the last go home alone.
+def ring_backward_time(
+    ranks: int, block_s: float, keys_s: float, sums_s: float, before_sums: float = QUERY_SHARE
+) -> RingTime:
+    """The same, and behind the first `before_sums` of a block the sums of the one before; the last go home alone.
 
-    On one side stream a block's sums go first, then the next keys: a step takes the longer of block and both messages.
+    On one side stream a block's sums go first, then the next keys. The kernel of dK and dV adds to the sums, so it
+    waits for them; those of dQ, three products of seven, run before it.
     """
     if ranks == 1:
         return RingTime(block_s, 0.0)
-    middle = max(0, ranks - 2) * max(block_s, sums_s + keys_s)
-    seconds = max(block_s, keys_s) + middle + max(block_s, sums_s) + sums_s
+    joined = max(before_sums * block_s, sums_s) + (1 - before_sums) * block_s
+    middle = max(0, ranks - 2) * max(joined, sums_s + keys_s)
+    seconds = max(block_s, keys_s) + middle + joined + sums_s
     return RingTime(seconds, seconds - ranks * block_s)

@@ -2,7 +2,13 @@
 
 import pytest
 
-from parallel.cost_model_context import ContextShape, context_messages, ring_backward_time, ring_forward_time
+from parallel.cost_model_context import (
+    QUERY_SHARE,
+    ContextShape,
+    context_messages,
+    ring_backward_time,
+    ring_forward_time,
+)
 
 
 def shape(mode: str, ranks: int = 4, **changes) -> ContextShape:
@@ -37,17 +43,18 @@ def played_forward(ranks: int, block_s: float, keys_s: float) -> float:
     return device
 
 
-def played_backward(ranks: int, block_s: float, keys_s: float, sums_s: float) -> float:
-    """The same with sums that leave after each block and are waited for after the next, all on one link."""
+def played_backward(ranks: int, block_s: float, keys_s: float, sums_s: float, share: float) -> float:
+    """The same with sums that leave after each block and are waited for within the next, all on one link."""
     device = link = 0.0
     arrived = None
     for step in range(ranks):
         keys = None
         if step < ranks - 1:
             link = keys = max(link, device) + keys_s
-        device += block_s
+        device += share * block_s
         if arrived is not None:
             device = max(device, arrived)
+        device += (1 - share) * block_s
         link = arrived = max(link, device) + sums_s
         if keys is not None:
             device = max(device, keys)
@@ -55,15 +62,16 @@ def played_backward(ranks: int, block_s: float, keys_s: float, sums_s: float) ->
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("share", [1.0, QUERY_SHARE, 0.0])
 @pytest.mark.parametrize(("block_s", "keys_s", "sums_s"), [(5.0, 1.0, 2.0), (2.5, 1.0, 2.0), (1.0, 2.0, 4.0)])
-def test_time_of_a_ring_matches_its_schedule_played(ranks, block_s, keys_s, sums_s):
+def test_time_of_a_ring_matches_its_schedule_played(ranks, block_s, keys_s, sums_s, share):
     forward = ring_forward_time(ranks, block_s, keys_s)
     assert forward.seconds == pytest.approx(played_forward(ranks, block_s, keys_s))
-    backward = ring_backward_time(ranks, block_s, keys_s, sums_s)
-    assert backward.seconds == pytest.approx(played_backward(ranks, block_s, keys_s, sums_s))
+    backward = ring_backward_time(ranks, block_s, keys_s, sums_s, share)
+    assert backward.seconds == pytest.approx(played_backward(ranks, block_s, keys_s, sums_s, share))
     assert forward.exposed_s == pytest.approx(forward.seconds - ranks * block_s)
-    if block_s >= keys_s + sums_s:  # all is hidden but the last sums' way home
-        assert (forward.exposed_s, backward.exposed_s) == (0.0, sums_s)
+    if block_s >= keys_s + sums_s and share * block_s >= sums_s:  # all is hidden but the last sums' way home
+        assert (forward.exposed_s, backward.exposed_s) == pytest.approx((0.0, sums_s))
 
 
 def test_one_rank_sends_and_waits_for_nothing():
