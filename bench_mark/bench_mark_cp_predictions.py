@@ -13,7 +13,7 @@ from parallel.cost_model import Cluster, Ring, collective_seconds
 from parallel.cost_model_context import ContextShape, RingTime, context_messages, ring_backward_time, ring_forward_time
 from parallel.cost_model_context_layer import SumsTraffic, backward_traffic, forward_traffic
 
-CALIBRATED_TOKENS, HOST_TOKENS = 12288, 1024
+CALIBRATED_TOKENS, HOST_TOKENS = 12288, 4096
 
 
 @dataclass(frozen=True)
