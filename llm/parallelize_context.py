@@ -19,7 +19,7 @@ from configs.errors import UserError
 from llm.args import TrainConfig
 from llm.data_loader import Batch
 from llm.loss import IGNORE_INDEX
-from llm.parallelize_context_blocks import RING_BACKENDS, block_attention, prepare_block
+from llm.parallelize_context_blocks import CPU_RING_BACKENDS, RING_BACKENDS, block_attention, prepare_block
 from llm.transformer_attention import prepare_mask
 from llm.transformer_context import BlockContext, document_starts
 from parallel.collectives_operators import Along, along
@@ -183,7 +183,7 @@ def multiple_of(mode: str, ranks: int) -> int:
     return ranks if mode == "ulysses" else 2 * ranks
 
 
-def check_context(config: TrainConfig) -> None:
+def check_context(config: TrainConfig, device_type: str = "cuda") -> None:
     """UserError where parallel.cp does not divide what it has to, or meets what it cannot work with."""
     parallel, model = config.parallel, config.model
     multiple = multiple_of(parallel.cp_mode, parallel.cp)
@@ -193,10 +193,11 @@ def check_context(config: TrainConfig) -> None:
             f"data.seq_len={config.data.seq_len} must be a multiple of {multiple} for parallel.cp={parallel.cp} and "
             f"cp_mode={parallel.cp_mode}; use {length}, or parallel.cp_pad=true, which pads each sequence to that"
         )
-    if parallel.cp_mode == "ring" and model.attention not in RING_BACKENDS:
+    backends = CPU_RING_BACKENDS if device_type == "cpu" else RING_BACKENDS
+    if parallel.cp_mode == "ring" and model.attention not in backends:
         raise UserError(
-            f"model.attention={model.attention} gives no logsumexp, by which parallel.cp_mode=ring joins blocks; "
-            f"use model.attention=triton (on a CPU eager or mock), or parallel.cp_mode=all_gather or ulysses"
+            f"model.attention={model.attention} gives no logsumexp on a GPU, by which parallel.cp_mode=ring joins "
+            f"blocks; use model.attention=triton, or parallel.cp_mode=all_gather or ulysses"
         )
     if config.compile == "model":
         raise UserError("compile=model cannot see through attention over parallel.cp ranks; use compile=block")
@@ -218,7 +219,7 @@ def apply_context(model: nn.Module, config: TrainConfig, mesh: Mesh) -> ContextS
     """Let attention reach across the cp axis, in place; None, with nothing done, where that axis has one rank."""
     if not mesh.is_active("cp"):
         return None
-    check_context(config)
+    check_context(config, mesh.device.type)
     for block in model.blocks.values():
         attend = ContextAttention(block.attention.attend)
         if config.compile != "none":

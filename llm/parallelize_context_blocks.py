@@ -1,7 +1,8 @@
 """The attention backends as a ring's blocks: masks in each backend's form, and gradients given the whole's out and lse.
 
-The Triton kernels go on from the out, lse and sums of the blocks before (kernel/flash_attention_triton_launch_sums);
-eager and mock go through autograd and are joined (parallel/context_parallel_blocks.DifferentiableBlock).
+The Triton kernels go on from the out, lse and sums of the blocks before (kernel/flash_attention_triton_launch_sums).
+torch's CPU kernel (parallelize_context_sdpa) is joined to them; eager and mock are too, and go through autograd
+(parallel/context_parallel_blocks.DifferentiableBlock).
 """
 
 import math
@@ -12,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llm.parallelize_context_sdpa import SdpaBlock, sdpa_mask
 from llm.transformer_attention import BACKENDS, prepare_mask
 from llm.transformer_context import BlockContext
 from parallel.context_parallel_blocks import BlockAttention, DifferentiableBlock, Joined, Rows, Sums
 from parallel.context_parallel_layout import BlockMask, Intervals
 
-RING_BACKENDS = ("triton", "mock", "eager")  # those that give a logsumexp
+RING_BACKENDS = ("triton", "mock", "eager")  # those that give a logsumexp on every device
+CPU_RING_BACKENDS = (*RING_BACKENDS, "sdpa")
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,8 @@ class TritonBlock:
 
 def block_attention(backend: str) -> BlockAttention:
     """A backend as the blocks of a ring."""
-    return TritonBlock() if backend == "triton" else DifferentiableBlock(BACKENDS[backend])
+    own = {"triton": TritonBlock, "sdpa": SdpaBlock}
+    return own[backend]() if backend in own else DifferentiableBlock(BACKENDS[backend])
 
 
 def prepare_block(backend: str, mask: BlockMask, device: torch.device) -> Any:
@@ -69,7 +73,7 @@ def prepare_block(backend: str, mask: BlockMask, device: torch.device) -> Any:
         return triton_mask(mask)
     ctx = BlockContext(torch.empty(0), keys=(*as_intervals(mask, device), mask.num_keys))
     prepare_mask(backend, ctx)
-    return ctx
+    return sdpa_mask(mask.kind, ctx) if backend == "sdpa" else ctx
 
 
 def triton_mask(mask: BlockMask) -> TritonMask:

@@ -1,4 +1,4 @@
-"""The Triton kernels as blocks of a ring, played on one device: out, lse, dq, dk, dv beside float64, masks included."""
+"""Kernels as blocks of a ring, played on one device: out, lse, dq, dk, dv beside float64, masks included."""
 
 import math
 
@@ -10,7 +10,7 @@ from llm.transformer_context import document_starts
 from parallel.context_parallel_blocks import Rows
 from tests.kernel.attention_reference import dense_attention
 from tests.kernel.decode_reference import relative_error
-from tests.tolerances import FP32_GRADIENT, KERNEL_BF16_GRADIENT
+from tests.tolerances import FP32_GRADIENT, FP64, KERNEL_BF16_GRADIENT
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU tests below cover it")
 
@@ -24,12 +24,14 @@ def document_intervals(num_tokens: int, device: str) -> tuple[torch.Tensor, torc
     return low, high
 
 
-def errors(num_tokens: int, ranks: int, documents: bool, dtype: torch.dtype, device: str) -> list[float]:
+def errors(
+    num_tokens: int, ranks: int, documents: bool, dtype: torch.dtype, device: str, backend: str = "triton"
+) -> list[float]:
     torch.manual_seed(0)
     shapes = [(2, num_tokens, 4, 64), (2, num_tokens, 2, 64), (2, num_tokens, 2, 64), (2, num_tokens, 4, 64)]
     q, k, v, dout = (torch.randn(shape, device=device).to(dtype) for shape in shapes)
     intervals = document_intervals(num_tokens, device) if documents else None
-    ring = simulated_ring(num_tokens, ranks, "triton", torch.device(device), intervals)
+    ring = simulated_ring(num_tokens, ranks, backend, torch.device(device), intervals)
     shares = [ring.cut(x) for x in (q, k, v)]
     results = ring.forward(*shares)
     rows = [Rows(out, lse, share) for (out, lse), share in zip(results, ring.cut(dout), strict=True)]
@@ -51,6 +53,14 @@ def errors(num_tokens: int, ranks: int, documents: bool, dtype: torch.dtype, dev
 @pytest.mark.parametrize(("ranks", "documents"), [(2, False), (3, True)])
 def test_blocks_of_a_ring_match_float64(ranks, documents):
     assert max(errors(48, ranks, documents, torch.float32, "cpu")) < FP32_GRADIENT
+
+
+@pytest.mark.parametrize(("ranks", "documents"), [(2, False), (3, True), (4, True)])
+@pytest.mark.parametrize(
+    ("dtype", "error"), [(torch.float64, FP64), (torch.float32, FP32_GRADIENT), (torch.bfloat16, KERNEL_BF16_GRADIENT)]
+)
+def test_blocks_of_torchs_cpu_kernel_match_float64(ranks, documents, dtype, error):
+    assert max(errors(48, ranks, documents, dtype, "cpu", "sdpa")) < error
 
 
 @pytest.mark.gpu
