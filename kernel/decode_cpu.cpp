@@ -324,32 +324,75 @@ static void normalise_rows(const Sizes& z, const Step& s, const float* weight, f
     for (int64_t b = 0; b < s.B; b++) normalise(s.stream + b * z.C, weight, (float)z.eps, z.C, normed + b * z.C);
 }
 
-// The likeliest of scores (V,) and its log-probability: packed takes id, log-probability and the kept mass 1.
-static float choose(const float* scores, int64_t V, int64_t* last_token, double* packed) {
+static int64_t likeliest(const float* scores, int64_t V) {
     int64_t best = 0;
     for (int64_t n = 1; n < V; n++) best = scores[n] > scores[best] ? n : best;
-    const float top = scores[best];
-    v8 sums = all(0.0f);
-    int64_t n = 0;
-    for (; n + 8 <= V; n += 8) sums += exponential(load(scores + n) - all(top));
-    float total = sum(sums);
-    for (; n < V; n++) total += std::exp(scores[n] - top);
-    *last_token = best;
-    packed[0] = (double)best, packed[1] = -(double)std::log(total), packed[2] = 1.0;
-    return top + std::log(total);
+    return best;
 }
 
-// rows (2, B): slots and lengths; scores (B, stride); packed (B, 3) and norms (B,), or null where nothing is chosen.
-struct Outputs {
-    float* scores;
-    int64_t stride;
-    double* packed;
-    float* norms;
+// e^((score - top) / temperature) of every score, rounded up to eights with zeros, and their sum by blocks of 64.
+static double weigh_scores(const float* scores, int64_t V, float top, float temperature, float* weights) {
+    double total = 0.0;
+    for (int64_t first = 0; first < V; first += 64) {
+        const int64_t end = first + 64 < V ? first + 64 : V;
+        v8 sums = all(0.0f);
+        for (int64_t n = first; n < end; n += 8) {
+            v8 x = all(-INFINITY);
+            std::memcpy(&x, scores + n, (end - n < 8 ? end - n : 8) * sizeof(float));
+            v8 weight = exponential(x / all(temperature) - all(top / temperature));
+            for (int64_t j = end - n; j < 8; j++) weight[j] = 0.0f;
+            store(weights + n, weight);
+            sums += weight;
+        }
+        total += (double)sum(sums);
+    }
+    return total;
+}
+
+// The first token up to which the weights exceed `target`; the last one if rounding leaves none.
+static int64_t draw(const float* weights, int64_t V, double target) {
+    double before = 0.0;
+    for (int64_t first = 0; first < V; first += 64) {
+        v8 sums = all(0.0f);
+        for (int64_t n = first; n < V && n < first + 64; n += 8) sums += load(weights + n);
+        const double block = (double)sum(sums);
+        const bool last = first + 64 >= V;
+        if (before + block <= target && !last) {
+            before += block;
+            continue;
+        }
+        const int64_t end = last ? V : first + 64;
+        for (int64_t n = first; n < end; n++)
+            if ((before += (double)weights[n]) > target) return n;
+        return end - 1;
+    }
+    return V - 1;
+}
+
+struct Outputs {  // kernel.decode_cpu.Outputs; of rows b, with packed null where nothing is chosen
+    float* scores;  // (B, V)
+    double* packed;  // (B, 3): id, log-probability, kept mass
+    float* norms;  // (B,): log of the sum of e^(score / temperature)
+    const double* uniforms;
+    const float* temperatures;  // 0 for the likeliest, whose log-probability is at temperature 1
     float* scratch;
 };
 
-static int64_t thread_floats(const Sizes& z, int64_t B) {  // normed, gates and attention's scores
-    return B * (z.C + z.F) + z.H * (z.longest + 16);
+static void choose(const Sizes& z, const Outputs& to, int64_t b, int64_t* last_token, float* weights) {
+    const float *scores = to.scores + b * z.V, asked = to.temperatures[b], temperature = asked == 0.0f ? 1.0f : asked;
+    int64_t chosen = likeliest(scores, z.V);
+    const float top = scores[chosen];
+    const double total = weigh_scores(scores, z.V, top, temperature, weights);
+    if (asked != 0.0f) chosen = draw(weights, z.V, to.uniforms[b] * total);
+    const double log_norm = (double)(top / temperature) + std::log(total);
+    double* packed = to.packed + 3 * b;
+    packed[0] = (double)chosen, packed[1] = (double)(scores[chosen] / temperature) - log_norm, packed[2] = 1.0;
+    to.norms[b] = (float)log_norm;
+    *last_token = chosen;
+}
+
+static int64_t thread_floats(const Sizes& z, int64_t B) {  // normed, gates, attention's scores, weights of the scores
+    return B * (z.C + z.F) + z.H * (z.longest + 16) + z.V + 8;
 }
 
 extern "C" int64_t scratch_floats(const Sizes* z, int64_t B) {
@@ -391,11 +434,11 @@ extern "C" void decode(const Sizes* sizes, const Model* model, const Layer* laye
         }
         normalise_rows(z, s, m.norm, normed);
         product(m.output, cut(z.V, part, z.threads), cut(z.V, part + 1, z.threads), {normed, B, z.C},
-                [&](int64_t b, int64_t n, float y) { to.scores[b * to.stride + n] = y; });
+                [&](int64_t b, int64_t n, float y) { to.scores[b * z.V + n] = y; });
         if (to.packed) {
 #pragma omp barrier
-            for (int64_t b = part; b < B; b += z.threads)
-                to.norms[b] = choose(to.scores + b * to.stride, z.V, m.last_tokens + slots[b], to.packed + 3 * b);
+            float* weights = scores + z.H * (z.longest + 16);
+            for (int64_t b = part; b < B; b += z.threads) choose(z, to, b, m.last_tokens + slots[b], weights);
         }
     }
 }

@@ -38,19 +38,19 @@ class Sizes(ctypes.Structure):
 
 
 class Outputs(ctypes.Structure):
-    """The struct Outputs."""
+    """The struct Outputs: addresses."""
 
     _fields_ = [
-        ("scores", ctypes.c_void_p), ("stride", ctypes.c_int64), ("packed", ctypes.c_void_p),
-        ("norms", ctypes.c_void_p), ("scratch", ctypes.c_void_p),
-    ]  # fmt: skip
+        (name, ctypes.c_void_p) for name in ("scores", "packed", "norms", "uniforms", "temperatures", "scratch")
+    ]
 
 
 @dataclass
 class Decoded:
-    """scores (B, V) float32, the step's own until the next one; of the likeliest ids packed (B, 3) float64, id,
+    """scores (B, V) float32, the step's own until the next one, and where a token was chosen what it is.
 
-    log-probability and 1, and log_norms (B,) float32, log of the sum of e^scores; None where nothing was chosen.
+    packed: (B, 3) float64, id, log softmax(scores / temperature) of it, and 1, the mass that no filter has cut.
+    log_norms: (B,) float32, log of the sum of e^(scores / temperature).
     """
 
     scores: Tensor
@@ -73,25 +73,25 @@ class CpuDecoder:
         attention = (2 * sizes.H + 2 * sizes.K) * sizes.D
         self.work = sizes.layers * (sizes.C * (attention + 3 * sizes.F)) + sizes.C * sizes.V  # multiply-adds a token
 
-    def step(self, model: np.ndarray, layers: np.ndarray, rows: Tensor, choose: bool) -> Decoded:
-        """One token each of rows (2 or more, B) int64, slots and lengths with the token itself.
+    def step(self, model: np.ndarray, layers: np.ndarray, rows: Tensor, temperatures: Tensor | None) -> Decoded:
+        """One token each of rows (3, B) int64: slots, lengths with the token itself, bits of uniforms in [0, 1).
 
         model (7,) and layers (L, 16) int64: addresses in the order of MODEL_POINTERS and LAYER_POINTERS. The tokens are
-        the slots' last tokens; with `choose` the likeliest ids take their place. Keys and values go into the pages.
+        the slots' last tokens. With temperatures (B,) float32 the next ones take their place: drawn by inverting the
+        cumulative distribution at the uniforms, or the likeliest where it is 0. Keys and values go into the pages.
         """
         count, sizes = rows.shape[1], self.sizes
         sizes.threads = max(1, min(torch.get_num_threads(), count * self.work // WORK_PER_THREAD))
         self.grow(count)
-        decoded = Decoded(self.scores[:count])
-        outputs = Outputs(self.scores.data_ptr(), sizes.V, None, None, self.scratch.data_ptr())
-        if choose:
+        decoded, slots, stride = Decoded(self.scores[:count]), rows.data_ptr(), 8 * rows.stride(0)
+        outputs = Outputs(scores=self.scores.data_ptr(), scratch=self.scratch.data_ptr())
+        if temperatures is not None:
             decoded.packed, decoded.log_norms = torch.empty(count, 3, dtype=torch.float64), torch.empty(count)
             outputs.packed, outputs.norms = decoded.packed.data_ptr(), decoded.log_norms.data_ptr()
-        slots = rows.data_ptr()
+            outputs.uniforms, outputs.temperatures = slots + 2 * stride, temperatures.data_ptr()
         self.library.decode(
             ctypes.byref(sizes), ctypes.c_void_p(model.ctypes.data), ctypes.c_void_p(layers.ctypes.data),
-            ctypes.c_void_p(slots), ctypes.c_void_p(slots + 8 * rows.stride(0)), ctypes.c_int64(count),
-            ctypes.byref(outputs),
+            ctypes.c_void_p(slots), ctypes.c_void_p(slots + stride), ctypes.c_int64(count), ctypes.byref(outputs),
         )  # fmt: skip
         return decoded
 

@@ -86,11 +86,13 @@ class HostSteps:
         """The next token of each request of a plan that it takes; rows (3, B) as engine_runner.row_numbers has them."""
         mode = SamplingMode.of([request.params.sampling for request in requests])
         on_host = any(r.ngrams is not None or r.params.sampling.repetition_penalty != 1.0 for r in requests)
-        greedy = not mode.draws and not on_host
-        decoded = self.decoder.step(self.model_pointers, self.layer_pointers, rows, greedy)
-        if not greedy:
+        temperatures = None
+        if not mode.truncates and not on_host:
+            temperatures = self.runner.settings.temperature[rows[0]] if mode.draws else torch.zeros(len(requests))
+        decoded = self.decoder.step(self.model_pointers, self.layer_pointers, rows, temperatures)
+        if temperatures is None:
             return self.runner.sample(decoded.scores, requests, rows)
-        return Sampled(decoded.packed, decoded.scores, torch.zeros(len(requests)), decoded.log_norms)
+        return Sampled(decoded.packed, decoded.scores, temperatures, decoded.log_norms)
 
     def follow_weights(self) -> None:
         """Take the addresses anew where a parameter's storage has changed."""

@@ -79,6 +79,7 @@ def test_greedy_tokens_and_log_probs_match_the_model_without_a_cache(variant):
         dict(prefill_chunk=3, page_size=2, num_pages=128),
         dict(max_running=1),
         dict(prefix_sharing=False),
+        dict(cpu_kernel=False),
     ],
     ids=str,
 )

@@ -8,7 +8,7 @@ from llm.args import ModelConfig
 from llm.engine import Engine, RequestParams
 from llm.engine_runner import row_numbers
 from llm.lora import LoraConfig, apply_lora
-from llm.sampling import SamplingConfig
+from llm.sampling import SamplingConfig, draw
 from llm.transformer import Transformer
 from tests.llm.test_engine import GREEDY, PROMPTS, full_log_probs, greedy_without_cache, make_engine, random_model
 from tests.tolerances import ENGINE_LOG_PROBS, FP32_FORWARD
@@ -56,7 +56,7 @@ def test_scores_and_cache_match_the_models_layers(shape, num_pages):
     for tensor in (*runner.cache.keys, *runner.cache.values):
         tensor.flatten(0, 1)[[engine_place(engine, request) for request in plan.decode]] = torch.nan
     assert runner.host.takes(plan)
-    decoded = runner.host.decoder.step(runner.host.model_pointers, runner.host.layer_pointers, rows, choose=False)
+    decoded = runner.host.decoder.step(runner.host.model_pointers, runner.host.layer_pointers, rows, None)
     torch.testing.assert_close(decoded.scores, expected, atol=FP32_FORWARD, rtol=0)
     for ours, theirs in zip((*runner.cache.keys, *runner.cache.values), pages, strict=True):
         torch.testing.assert_close(ours, theirs, atol=FP32_FORWARD, rtol=0)
@@ -77,13 +77,13 @@ def test_neither_company_nor_threads_change_a_bit():
     host.decoder.work = 10**9  # every thread is worth its while
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    together = host.decoder.step(host.model_pointers, host.layer_pointers, rows, choose=False).scores.clone()
+    together = host.decoder.step(host.model_pointers, host.layer_pointers, rows, None).scores.clone()
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             for columns in ([0], [5], [2, 7], [6, 1, 4], [3, 2, 1, 0, 7], list(range(8))):
                 some = rows[:, columns].contiguous()
-                scores = host.decoder.step(host.model_pointers, host.layer_pointers, some, choose=False).scores
+                scores = host.decoder.step(host.model_pointers, host.layer_pointers, some, None).scores
                 assert torch.equal(scores, together[columns]), (threads, columns)
     finally:
         torch.set_num_threads(before)
@@ -109,9 +109,13 @@ def test_a_weight_that_is_not_a_number_shows_in_every_log_probability():
     assert all(event.log_prob != event.log_prob for event in engine.step())
 
 
-def test_drawn_tokens_are_those_of_the_models_layers():
+FILTERED = [SamplingConfig(temperature=0.8, seed=2), SamplingConfig(top_k=9, top_p=0.8, seed=3), GREEDY]
+UNFILTERED = [SamplingConfig(temperature=0.8, seed=2), GREEDY, SamplingConfig(temperature=1.4, seed=4)]
+
+
+@pytest.mark.parametrize("settings", [FILTERED, UNFILTERED], ids=["filtered", "unfiltered"])
+def test_drawn_tokens_are_those_of_the_models_layers(settings):
     model = random_model()
-    settings = [SamplingConfig(temperature=0.8, seed=2), SamplingConfig(top_k=9, top_p=0.8, seed=3), GREEDY]
     params = [RequestParams(settings[i % 3], max_new_tokens=20, index=i, top_log_probs=i % 4) for i in range(8)]
     ours = make_engine(model).generate(PROMPTS, params)
     theirs = make_engine(model, cpu_kernel=False).generate(PROMPTS, params)
@@ -119,6 +123,29 @@ def test_drawn_tokens_are_those_of_the_models_layers():
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one.log_probs, other.log_probs, atol=ENGINE_LOG_PROBS, rtol=0)
         torch.testing.assert_close(one.kept_masses, other.kept_masses, atol=ENGINE_LOG_PROBS, rtol=0)
+
+
+@torch.inference_mode()
+def test_a_draw_inverts_the_cumulative_distribution_from_end_to_end():
+    engine = filled_engine(shaped_model("qwen3"))  # 101 ids: neither whole vectors nor whole blocks
+    runner, plan = engine.runner, engine.scheduler.plan()
+    runner.prepare([])
+    assert runner.host.takes(plan)
+    host, rows = runner.host, torch.from_numpy(row_numbers(plan.sampled))
+    temperatures, seen, tokens = torch.full((rows.shape[1],), 1.3), set(), runner.last_tokens.clone()
+    for uniform in [0.0, 1e-9, *torch.linspace(0.001, 0.999, 80).tolist(), 1 - 1e-12, 1 - 2**-53]:
+        rows[2].view(torch.float64)[:] = uniform
+        runner.last_tokens.copy_(tokens)
+        decoded = host.decoder.step(host.model_pointers, host.layer_pointers, rows, temperatures)
+        scaled = decoded.scores / 1.3
+        chosen = draw(scaled, rows[2].view(torch.float64))
+        assert torch.equal(decoded.packed[:, 0].long(), chosen), uniform
+        assert torch.equal(runner.last_tokens[rows[0]], chosen)
+        exact = scaled.log_softmax(-1).gather(1, chosen[:, None])[:, 0]
+        torch.testing.assert_close(decoded.packed[:, 1].float(), exact, atol=ENGINE_LOG_PROBS, rtol=0)
+        torch.testing.assert_close(decoded.log_norms, scaled.logsumexp(-1), atol=ENGINE_LOG_PROBS, rtol=0)
+        seen |= set(chosen.tolist())
+    assert len(seen) > 50 and 0 in seen and 100 in seen
 
 
 def test_products_swapped_and_weights_replaced_after_the_engine_was_made_are_followed():
@@ -145,3 +172,12 @@ def test_models_that_the_library_does_not_take_go_through_their_layers():
         assert make_engine(model).runner.host is None, variant
     assert make_engine(random_model(), batch_invariant=True).runner.host is None
     assert make_engine(random_model(), cpu_kernel=False).runner.host is None
+
+
+def test_without_the_library_the_engine_decodes_by_the_models_layers(monkeypatch):
+    model = random_model()
+    monkeypatch.setattr("kernel.decode_cpu.decode_library", lambda: None)
+    engine = make_engine(model)
+    assert engine.runner.host is None
+    found = engine.generate(PROMPTS[2:3], RequestParams(GREEDY, max_new_tokens=8))[0]
+    assert found.token_ids == greedy_without_cache(model, PROMPTS[2], 8)
