@@ -50,19 +50,22 @@ def register_schema(schema: type, config_name: str) -> None:
 
 
 def run_script(body: Callable[[Config], Any], schema: type[Config], composed: DictConfig) -> None:
-    """Load the config and run a script's body; a UserError becomes one line on stderr and exit code 2."""
-    with exit_on_user_error():
+    """Load the config and run a script's body; what stops it is one line: exit code 2 a UserError, 130 Ctrl-C."""
+    with exit_in_one_line():
         body(load_config(schema, composed))
 
 
 @contextmanager
-def exit_on_user_error() -> Iterator[None]:
-    """Turn a UserError into one line on stderr and exit code 2; every other exception passes."""
+def exit_in_one_line() -> Iterator[None]:
+    """Turn a UserError and Ctrl-C into a line on stderr and exit codes 2 and 130; every other exception passes."""
     try:
         yield
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C; what was saved until here stays", file=sys.stderr)
+        sys.exit(130)
 
 
 def start_script(main: Callable[[DictConfig], None], schema: type[Config], config_name: str) -> None:
@@ -77,7 +80,7 @@ def start_script(main: Callable[[DictConfig], None], schema: type[Config], confi
     if any(text.startswith("-") for text in overrides):
         main()
         return
-    with exit_on_user_error():
+    with exit_in_one_line():
         composed = compose_overrides(schema, config_name, overrides)
     main(composed)
 

@@ -6,6 +6,7 @@ used OpenMP or CUDA, whose threads do not survive a fork.
 
 import multiprocessing
 import os
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -26,7 +27,8 @@ def ordered_map(worker: Callable, batches: Iterable[Any], num_processes: int) ->
         return
     methods = multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
-    with ProcessPoolExecutor(num_processes, context, initializer=_set_worker, initargs=(worker,)) as pool:
+    pool = ProcessPoolExecutor(num_processes, context, initializer=_set_worker, initargs=(worker,))
+    try:
         waiting: deque = deque()
         for batch in batches:
             waiting.append(pool.submit(_call_worker, batch))
@@ -34,11 +36,14 @@ def ordered_map(worker: Callable, batches: Iterable[Any], num_processes: int) ->
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)  # after an error or Ctrl-C nobody waits for what has not begun
 
 
 def _set_worker(worker: Callable) -> None:
     global _worker
     _worker = worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 

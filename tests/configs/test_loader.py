@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from configs.errors import UserError
-from configs.loader import compose_config, load_config
+from configs.loader import compose_config, load_config, run_script
 from llm.args import TrainConfig
 from tests.conftest import ROOT
 
@@ -106,6 +106,16 @@ def test_a_process_ends_with_one_line_and_exit_code_2():
     command = [sys.executable, "-m", "data_processing.build_corpus", "nonsense=1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert_one_line(done.returncode, done.stderr)
+
+
+def test_ctrl_c_ends_a_script_in_one_line_and_exit_code_130(capsys):
+    def body(config):
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as caught:
+        run_script(body, Outer, {"name": "x"})
+    assert caught.value.code == 130
+    assert capsys.readouterr().err == "stopped by Ctrl-C; what was saved until here stays\n"
 
 
 def test_options_are_left_to_hydra(monkeypatch, capsys):
