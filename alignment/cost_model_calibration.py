@@ -2,8 +2,8 @@
 
 One shape is too small for its work to matter: its steps are what the host needs, in all and for each row. The other is
 two plain layers: with the host's share taken off, its steps give the rate of products of few rows and, with longer
-contexts, the rate at which attention reads cached keys and values. alignment/cost_model_rollout puts the constants
-together for a model of any shape. Takes about two seconds, once a process.
+contexts, the rate at which attention reads cached keys and values; a larger vocabulary, what sampling takes.
+alignment/cost_model_rollout puts the constants together for a model of any shape. Two seconds, once a process.
 """
 
 import time
@@ -17,7 +17,6 @@ from llm.bpe_tokenizer import Tokenizer
 from llm.cost_model_counts import block_matrices
 from llm.cost_model_decode import cache_bytes_per_token, decode_step_flops
 from llm.engine import Engine, EngineConfig, RequestParams
-from llm.engine_sampling import SamplingMode, SlotSettings, sample_rows
 from llm.hardware_calibration import Points, interpolate
 from llm.sampling import SamplingConfig
 from llm.transformer import Transformer
@@ -29,7 +28,8 @@ ROWS = (2, 8, 16, 32, 128)  # of products
 SHORT, LONG = 8, 256  # tokens of prompts
 LONG_ROWS = 16
 STEPS = 16  # decoding steps; a time is the best of those of two rounds
-SCORE_ROWS, SCORES = 32, 2048
+WIDE = replace(TINY, vocab_size=4096)
+SCORE_ROWS = 32
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,11 @@ def calibrate_work(host: EngineRates, at: Setting) -> EngineRates:
     long = time_steps(plain, LONG_ROWS, LONG, at.now_s)
     element_bytes = torch.empty(0, dtype=at.dtype).element_size()
     moved = LONG_ROWS * (LONG - SHORT) * cache_bytes_per_token(PLAIN, element_bytes)
+    wide = build_engine(WIDE, replace(at, tokenizer=None))  # which may have fewer ids
+    wide_s = time_steps(wide, SCORE_ROWS, SHORT, at.now_s).step_s
+    scores = SCORE_ROWS * (WIDE.vocab_size - TINY.vocab_size)
+    score_s = wide_s - host.step_s - SCORE_ROWS * host.row_s
+    score_s -= 2 * TINY.d_model * scores / interpolate(tuple(products), SCORE_ROWS)
     tokens = LONG_ROWS * LONG
     products_s = prompt_flops(PLAIN, tokens) / interpolate(at.matmul, PLAIN.d_model)
     beside_s = max(0.0, long.first_s - host.prompt_s - LONG_ROWS * host.request_s - products_s)
@@ -94,7 +99,7 @@ def calibrate_work(host: EngineRates, at: Setting) -> EngineRates:
         stream_s=beside_s / (tokens * PLAIN.num_layers * PLAIN.d_model),
         products=tuple(products),
         cache_bytes_per_s=moved / max(long.step_s - short_s, 0.05 * long.step_s),
-        score_s=score_seconds(at.now_s),
+        score_s=max(0.0, score_s) / scores,
     )
 
 
@@ -139,17 +144,3 @@ def time_steps(engine: Engine, rows: int, prompt: int, now_s: Callable[[], float
             if engine.counts.computed_tokens - before == rows:
                 step_s.append(now_s() - began_s)
     return EngineTimes(min(first_s), min(step_s))
-
-
-def score_seconds(now_s: Callable[[], float]) -> float:
-    """Of sampling one score of a row by plain operations."""
-    scores = torch.randn(SCORE_ROWS, SCORES, generator=torch.Generator().manual_seed(0))
-    settings = SlotSettings.make(SCORE_ROWS, torch.device("cpu"))
-    settings.temperature.fill_(1.0)
-    uniforms, best = torch.full((SCORE_ROWS,), 0.5, dtype=torch.float64), float("inf")
-    with torch.inference_mode():
-        for _ in range(10):
-            started_s = now_s()
-            sample_rows(scores, settings, uniforms, SamplingMode(draws=True))
-            best = min(best, now_s() - started_s)
-    return best / scores.numel()

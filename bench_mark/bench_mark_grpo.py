@@ -3,8 +3,8 @@
     python -m bench_mark.bench_mark_grpo --out grpo.json        # a GPU: SmolLM2-135M's shape, 32 x 8 x 128 tokens, bf16
     python -m bench_mark.bench_mark_grpo                        # a CPU: mew-1m's shape, 4 x 4 x 32, float32
 
-Steps alternate: one of theirs, one of ours. On a CPU one thread works and seconds are the process's own. Both start from
-the same random weights, write exactly --new tokens a completion and get the same rewards. Predicted is
+Steps alternate: one of theirs, one of ours. On a CPU one thread works and seconds are the process's own. Both start
+from the same random weights, write exactly --new tokens a completion and get the same rewards. Predicted is
 alignment/cost_model's step, for both. The last line is JSON.
 """
 
