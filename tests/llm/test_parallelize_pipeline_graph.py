@@ -47,18 +47,22 @@ def config_of(graphed=False, **parallel) -> TrainConfig:
     )  # fmt: skip
 
 
-def batches_of(step: int, mesh) -> list[Batch]:
-    """Micro-batches of two rows, of which the later ones have fewer targets and one has none."""
+def batches_of(step: int, mesh, packed: bool) -> list[Batch]:
+    """Micro-batches of two rows, the later ones with fewer targets; packed ones hold two documents a row."""
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(0, VOCAB, (ROWS, T), generator=generator)
     targets = torch.randint(0, VOCAB, (ROWS, T), generator=generator)
     targets[torch.arange(T) >= T - torch.arange(ROWS)[:, None] // 2] = IGNORE_INDEX
     rows = rows_of_rank(ROWS, mesh)
-    pairs = zip(ids[rows.start : rows.stop].split(2), targets[rows.start : rows.stop].split(2), strict=True)
-    return [Batch(*pair, int((pair[1] != IGNORE_INDEX).sum())) for pair in pairs]
+    docs = (torch.arange(T) >= 1 + torch.arange(ROWS)[:, None] % (T - 1)).int()  # (ROWS, T)
+    parts = (whole[rows.start : rows.stop].split(2) for whole in (ids, targets, docs))
+    return [
+        Batch(own_ids, own, int((own != IGNORE_INDEX).sum()), own_docs if packed else None)
+        for own_ids, own, own_docs in zip(*parts, strict=True)
+    ]
 
 
-def train(mesh, how: str, parallel: dict):
+def train(mesh, how: str, parallel: dict, packed: bool = False):
     """Losses, norms and parameters after STEPS steps: `how` is "eager", "again" or "graph"."""
     config = config_of(how == "graph", **parallel)
     if how == "again":
@@ -71,7 +75,7 @@ def train(mesh, how: str, parallel: dict):
     step = TrainingStep(config, mesh, parts, make_forward_loss(parts.head_model, CrossEntropyLoss(), "none"))
     losses, norms = [], []
     for number in range(STEPS):
-        taken = step.run(number, batches_of(number, mesh))
+        taken = step.run(number, batches_of(number, mesh, packed))
         losses.append(taken.mean_losses(mesh)[0])
         norms.append(taken.gradient_norm)
     step.settle()
@@ -103,6 +107,16 @@ def test_operations_over_fixed_places_train_as_one_device_does(layout):
         torch.testing.assert_close(norms, alone[1], rtol=tolerances.FP64, atol=0)
         for name, value in parameters.items():
             torch.testing.assert_close(value, alone[2][name], rtol=0, atol=tolerances.FP64_ADAMW, msg=name)
+
+
+@pytest.mark.dist
+def test_documents_of_each_micro_batch_are_filled_in():
+    alone = pool_of(1).run(train, "eager", {}, True, degrees=Degrees())[0]
+    unpacked = pool_of(1).run(train, "eager", {}, degrees=Degrees())[0]
+    assert alone[0] != unpacked[0]
+    for losses, _, _, replayed in pool_of(2).run(train, "again", LAYOUTS[0], True, degrees=Degrees(pp=2)):
+        assert replayed >= 1
+        torch.testing.assert_close(losses, alone[0], rtol=tolerances.FP64, atol=0)
 
 
 @pytest.mark.dist
