@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from llm.args import ParallelConfig
 from parallel.cost_model_pipeline_fsdp import pipelined_fsdp_messages
 from parallel.cost_model_traffic import DataLayout, Param
 from parallel.fsdp import FsdpSettings
@@ -157,3 +158,17 @@ def test_forward_alone_leaves_no_block_in_full():
     expected = Stage(3)(torch.full((2, WIDTH), 0.1), ONE_STAGE[0]).sum().item()
     for sums, states in pool_of(2).run(validate, degrees=Degrees(dp_shard=2)):
         assert sums == pytest.approx([expected, expected]) and set(states) == {"sharded"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "each"),
+    [
+        ({"zero": 2}, True),
+        ({"zero": 2, "pp": 2}, False),
+        ({"zero": 3, "pp": 2}, True),
+        ({"zero": 2, "pp": 2, "reduce_each_micro_batch": True}, True),
+        ({"zero": 3, "reduce_each_micro_batch": False}, False),
+    ],
+)
+def test_a_pipeline_reduces_once_where_it_keeps_parameters_for_the_step(settings, each):
+    assert ParallelConfig(**settings).reduces_each_micro_batch is each
