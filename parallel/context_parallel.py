@@ -83,8 +83,9 @@ def ring_forward(q: Tensor, keys: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
     out, lse = empty_results(q)
     for step, (block, mask) in enumerate(zip(ring.blocks, ring.masks, strict=True)):
         arriving = ring.pass_on(keys) if step < len(ring.blocks) - 1 else None
-        k, v = keys[:, :, block.keys]
-        ring.attention.forward(q[:, block.queries], k, v, mask, Joined(out, lse, step == 0)[block.queries])
+        # Keys have no second name, which would hold them while the next ones arrive.
+        joined = Joined(out, lse, step == 0)[block.queries]
+        ring.attention.forward(q[:, block.queries], *keys[:, :, block.keys], mask, joined)
         if arriving is not None:
             (keys,) = arriving.wait()
     return out.to(q.dtype), lse
@@ -107,11 +108,11 @@ def ring_backward(q: Tensor, keys: Tensor, rows: Rows, ring: Ring) -> tuple[Tens
     sums = TravellingSums(ring, keys)
     for step, (block, mask) in enumerate(zip(ring.blocks, ring.masks, strict=True)):
         arriving = ring.pass_on(keys) if step < len(ring.blocks) - 1 else None
-        (k, v), queries = keys[:, :, block.keys], block.queries
+        queries = block.queries
         if queries.start not in prepared:
             prepared[queries.start] = ring.attention.prepare_rows(rows[queries])
         part, arrive = Sums((dq[:, queries],), step == 0), partial(sums.arrive, block.keys)
-        ring.attention.backward(q[:, queries], k, v, prepared[queries.start], mask, part, arrive)
+        ring.attention.backward(q[:, queries], *keys[:, :, block.keys], prepared[queries.start], mask, part, arrive)
         sums.go_on()
         if arriving is not None:
             (keys,) = arriving.wait()

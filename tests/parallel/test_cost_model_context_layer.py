@@ -1,9 +1,17 @@
 """Traffic of a ring's sums beside a count over its blocks; memory of a layer beside live tensors of ranks."""
 
 import pytest
+import torch
 
+from llm.metrics_memory import PeakMemory
+from parallel.context_parallel import Ring, ring_attention
 from parallel.context_parallel_layout import ring_blocks
-from parallel.cost_model_context_layer import backward_traffic, forward_traffic
+from parallel.cost_model_context import ContextShape
+from parallel.cost_model_context_layer import backward_traffic, forward_traffic, layer_peak_bytes
+from parallel.mesh_degrees import Degrees
+from tests.parallel.pool import pool_of
+
+H, K, D, TOKENS = 4, 2, 16, 128
 
 
 def length(part: slice) -> int:
@@ -31,3 +39,38 @@ def test_traffic_of_sums_matches_a_count_over_the_blocks_of_all_ranks(ranks):
     elements += 2 * rows * kv_width
     assert ranks * (said.hidden + 2 * elements) == backward
     assert ranks * (said.passes - 6 * elements) == pytest.approx(delta)
+
+
+class AllocatesNothing:
+    """A block of attention as lean as the kernels: results go where the ring says, and delta is all that it makes."""
+
+    def forward(self, q, k, v, mask, joined):
+        joined.out.zero_()
+        joined.lse.zero_()
+
+    def prepare_rows(self, rows):
+        return torch.empty(2, *rows.lse.shape)
+
+    def backward(self, q, k, v, rows, mask, dq, arrive):
+        for tensor in (*dq.tensors, *arrive().tensors):
+            tensor.zero_()
+
+
+def ring_peak_bytes(mesh, dtype: torch.dtype) -> int:
+    """On a rank: the peak of one layer's forward and backward."""
+    blocks = ring_blocks(TOKENS, mesh.size("cp"), mesh.rank_in("cp"))
+    ring = Ring(mesh, blocks, [None] * len(blocks), AllocatesNothing())
+    q, k, v, dout = (torch.zeros(1, TOKENS, heads, D, dtype=dtype) for heads in (H, K, K, H))
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    with PeakMemory(torch.device("cpu"), [*inputs, dout]) as memory:
+        torch.autograd.grad(ring_attention(*inputs, ring)[0], inputs, dout)
+    return memory.peak_bytes
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_memory_of_a_rings_layer_matches_live_tensors(ranks, dtype):
+    measured = pool_of(ranks).run(ring_peak_bytes, getattr(torch, dtype), degrees=Degrees(dp=1, cp=ranks))
+    predicted = layer_peak_bytes(ContextShape(ranks, "ring", H, K, D, 1, dtype), TOKENS)
+    assert max(measured) == pytest.approx(predicted, rel=0.02)
