@@ -70,6 +70,8 @@ def check_pipeline(config: TrainConfig) -> None:
     if parallel.pp_schedule in SPLIT_SCHEDULES and config.compile != "none":
         name = parallel.pp_schedule
         raise UserError(f"parallel.pp_schedule={name} puts weight gradients aside in Python; use compile=none")
+    if config.kernels.cuda_graph:
+        check_pipeline_graph(config)
     stage_pieces(config.model, config.data.seq_len, parallel.pp * parallel.pp_chunks)
 
 

@@ -17,7 +17,7 @@ from parallel.pipeline_parallel_backward import DeferredGradients
 from parallel.pipeline_parallel_graph import BatchCopies, CudaCapture, GraphedStages
 
 
-def check_pipeline_graph(config: TrainConfig, device_type: str) -> None:
+def check_pipeline_graph(config: TrainConfig, device_type: str = "cuda") -> None:
     """UserError for what the graphs of a pipeline's operations cannot hold."""
     parallel = config.parallel
     wrong = {

@@ -20,7 +20,7 @@ from llm.plan_time import check_known, cluster_of, datasheet_rates
 from llm.plan_time_layouts import Machine, layout_time
 from parallel.cost_model import moved_bytes
 from parallel.cost_model_traffic import DataLayout, Message, Param
-from parallel.mesh_degrees import Degrees
+from parallel.mesh_degrees import Degrees, known_groups
 
 INTERLEAVED_CHUNKS = 2  # stages on each rank
 SHOWN_LARGE = 32  # of the layouts that do not fit
@@ -168,6 +168,11 @@ class Planner:
                 for axis, check in (("tp", check_tensor), ("pp", check_pipeline), ("cp", check_context)):
                     if getattr(choice, axis) > 1:
                         check(train)
+                if train.kernels.cuda_graph and choice.pp == 1 < config.world_size:
+                    raise UserError(
+                        f"kernels.cuda_graph=true runs on one rank or with pp > 1, not on {config.world_size} with "
+                        f"pp=1; use kernels.cuda_graph=false"
+                    )
             except UserError as error:
                 self.refuse(choice, str(error))
                 return
@@ -238,7 +243,7 @@ class Planner:
     def memory(self, train: TrainConfig) -> RankMemory:
         """Of the rank that needs most: a pipeline's first holds most micro-batches, its last the logits."""
         world_size = self.config.world_size
-        pipelines = train.parallel.degrees().resolve(world_size).groups("pp")[0]
+        pipelines = known_groups(train.parallel.degrees().resolve(world_size), "pp")[0]
         ranks = sorted({pipelines[0], pipelines[-1]})
         found = [layout_memory(train, self.params, "cuda", world_size, rank) for rank in ranks]
         return max(found, key=lambda memory: memory.peak_bytes)

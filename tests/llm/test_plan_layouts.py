@@ -31,6 +31,16 @@ def test_what_cannot_be_is_left_out_with_what_to_use():
     assert planner_of("pp=[2]", "tp=[1]", "cp=[1]", "pp_schedule=[zero_bubble]", "zero=[0]", "compile=none").rows()
 
 
+def test_graphs_are_planned_for_pipelines_alone_and_make_them_faster():
+    settings = ("pp=[1,2]", "tp=[1]", "cp=[1]", "pp_schedule=[zero_bubble_h2]", "zero=[0]", "compile=none")
+    eager = {row.name: row for row in planner_of(*settings).rows()}
+    planner = planner_of(*settings, "kernels.cuda_graph=true")
+    graphs = {row.name: row for row in planner.rows()}
+    assert graphs and set(graphs) < set(eager) and all(row.choice.pp == 2 for row in graphs.values())
+    assert any("runs on one rank or with pp > 1" in reason for reason in planner.refused.values())
+    assert all(row.step_s < eager[name].step_s for name, row in graphs.items())
+
+
 @pytest.fixture(scope="module")
 def planned():
     planner = planner_of("hardware=h200", "checkpointing=[none]", "pp_schedule=[1f1b,interleaved]")
