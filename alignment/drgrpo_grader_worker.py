@@ -58,7 +58,8 @@ class Worker:
         """Start the process and wait until it has imported what it needs; False when it does not come up."""
         command = [sys.executable, "-c", BOOT, json.dumps(sys.path)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        self.process, self.pending = subprocess.Popen(command, **pipes), b""
+        # A session of its own: Ctrl-C asks a run to finish its batch, whose grading must not lose its workers to it.
+        self.process, self.pending = subprocess.Popen(command, start_new_session=True, **pipes), b""
         if self.read_line(START_TIMEOUT_S) != READY:
             self.kill()
             self.is_broken = True

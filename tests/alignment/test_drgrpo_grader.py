@@ -1,6 +1,7 @@
 """The grader against the written policies, the shared cases, hostile input, and arbitrary text (hypothesis)."""
 
 import json
+import os
 import threading
 import time
 from fractions import Fraction
@@ -336,6 +337,7 @@ def test_a_worker_that_died_is_replaced_and_one_that_cannot_start_is_given_up(mo
         question = ("\\int_0^1 x dx", "1/2")
         assert grader.verdict(*question).correct
         worker = grader.pool.workers[0]
+        assert os.getpgid(worker.process.pid) != os.getpgid(0), "Ctrl-C would end it with the batch in hand ungraded"
         worker.process.kill()
         worker.process.wait()
         assert grader.verdict(*question).reason == "worker died"
