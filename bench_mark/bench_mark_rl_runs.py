@@ -50,9 +50,9 @@ class Plan:
     rl_lr: float = 5e-5
     kl_coef: float = 1e-3  # enough to have the KL to the fine-tuned policy in the record
     micro_batch_tokens: int = 32_768
-    evaluate_every: int = 40
+    evaluate_every: int = 60
     sft_s: float = 40.0
-    rl_s: float = 95.0
+    rl_s: float = 100.0
     evaluate_s: float = 60.0
     notes: list[str] = field(default_factory=list)
 
@@ -135,7 +135,7 @@ def rl_run(plan: Plan, name: str, facts: dict[str, Any], *more: str) -> Run:
         f"prompts_per_batch={plan.prompts * 8 // group_size}", f"group_size={group_size}",
         f"max_new_tokens={plan.max_new_tokens}", f"optimizer.lr={plan.rl_lr}", "schedule.warmup_steps=5",
         f"micro_batch_tokens={plan.micro_batch_tokens}", "rollout.max_running=256", "rollout.memory_fraction=0.05",
-        f"kernels={plan.kernels}", f"evaluate_every={plan.evaluate_every}", "evaluate_samples=4",
+        f"kernels={plan.kernels}", f"evaluate_every={plan.evaluate_every}", "evaluate_samples=2",
         "checkpoint.every_steps=100000", "prompt.template=r1_short", "log_completions=4",
         f"train_data=[{training_data(plan, 6_000, 50 + seed)}]", f"held_out_data={held_out_data(plan)}", *more,
     ]  # fmt: skip
