@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 
 from bench_mark.bench_mark_engine_checks import check_engine
 from bench_mark.bench_mark_engine_peers import compiled_decoder, transformers_generate, transformers_model
+from bench_mark.bench_mark_engine_tune import tune_few, tune_single
 from bench_mark.bench_mark_engine_turns import compare_in_turns
 from configs.loader import CONFIG_DIR, load_config
 from configs.version import git_commit
@@ -87,6 +88,7 @@ class Benchmark:
         self.rates = measured_rates(self.device, sum(p.nbytes for p in self.model.parameters()))
         self.rows: list[dict[str, Any]] = []
         self.foreign: Any = None
+        self.few_rows: Any = None  # the tuned kernel.few_rows.FewRowsConfig
 
     def engine(self, **changes: Any) -> Engine:
         settings = dict(prefill_chunk=16384 if self.device.type == "cuda" else 2048, prefix_sharing=False)
@@ -112,6 +114,7 @@ class Benchmark:
         """All requests at once, prompts included, and beside them transformers' padded batch, run to the longest."""
         engine = self.engine(max_running=len(prompts), max_seq_len=max(map(len, prompts)) + max(new))
         params = [RequestParams(GREEDY, max_new_tokens=count) for count in new]
+        self.tune_few(engine, prompts)
         seconds, completions = timed(lambda: engine.generate(prompts, params), self.device, 3)
         predicted = self.predict(prompts, new)
         ours = sum(new) / seconds
@@ -127,12 +130,22 @@ class Benchmark:
             )
         return [completion.token_ids for completion in completions]
 
+    def tune_few(self, engine: Engine, prompts: list[list[int]]) -> None:
+        """The kernels of a few rows, timed once, on the first batch that runs by them."""
+        if engine.runner.few is None or not engine.runner.few.takes(len(prompts), engine.runner.max_len):
+            return
+        if self.few_rows is None:
+            run = lambda: engine.generate(prompts, RequestParams(GREEDY, max_new_tokens=40))  # noqa: E731
+            self.few_rows = tune_few(engine, lambda: timed(run, self.device, 2)[0])
+        engine.runner.few.config, engine.runner.few.sums = self.few_rows, None
+
     def single(self, prompt_tokens: int, new: int) -> None:
         """Batch 1: the rate between tokens, without the prompt, beside the peers' decode."""
         (prompt,) = make_prompts(1, [prompt_tokens], self.model.config.vocab_size, 1)
         engine = self.engine(max_running=1, max_seq_len=prompt_tokens + new)
         if engine.runner.single is not None:
-            self.tune(engine, prompt)
+            run = lambda: engine.generate([prompt], RequestParams(GREEDY, max_new_tokens=64))  # noqa: E731
+            tune_single(engine, self.device, lambda: timed(run, self.device, 3)[0])
         first_s, rest_s = [], []
         for _ in range(4):
             engine.submit(prompt, RequestParams(GREEDY, max_new_tokens=new))
@@ -159,20 +172,6 @@ class Benchmark:
             rate = (new - 1) / (long - short)
             self.add(f"1 request: {name}, decoding", new - 1, long - short, step.seconds * (new - 1), step.bound,
                      engine_is=ours / rate, first_token_ms=1e3 * short)  # fmt: skip
-
-    def tune(self, engine: Engine, prompt: list[int]) -> None:
-        """Time the candidates of the matrix-vector kernels' configuration and leave the quickest in force."""
-        from kernel.matvec import matvec_candidates
-
-        found = []
-        for config in matvec_candidates(self.device):
-            engine.runner.single.config = config
-            engine.runner.graphs.captured.clear()
-            run = lambda: engine.generate([prompt], RequestParams(GREEDY, max_new_tokens=64))  # noqa: E731
-            found.append((timed(run, self.device, 3)[0], config))
-            print(f"  {1e3 * found[-1][0]:.1f} ms for 64 tokens: {config}", flush=True)
-        engine.runner.single.config = min(found, key=lambda pair: pair[0])[1]
-        engine.runner.graphs.captured.clear()
 
     def single_peers(self, prompt: list[int], new: int) -> list[tuple[str, Callable[[int], Any]]]:
         peers = [("transformers", lambda count: transformers_generate(self.foreign, [prompt], count))]

@@ -5,7 +5,7 @@ capability 9 and later the kernels overlap by programmatic dependent launch; und
 tensors.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -27,37 +27,49 @@ HEAD_DIMS = (32, 64, 128, 256)
 
 @dataclass(frozen=True)
 class ProductConfig:
-    """Of one product: rows and columns of a tile of the weight, shares of its columns, loads under way, warps, and
-    columns asked for before the wait (a power of two, or 0)."""
+    """Of one product: rows and columns of a tile of the weight, shares of its columns, loads under way, warps."""
 
     block_n: int = 64
     block_c: int = 64
     parts: int = 1
     stages: int = 5
     warps: int = 4
-    ahead: int = 512
 
 
 @dataclass(frozen=True)
 class FewRowsConfig:
-    """The products of a block and of the output layer, tiles of keys and warps of attention, and overlap.
-
-    More programs than processors are wanted, and tiles so small that two kernels find room side by side.
+    """The products of a block and of the output layer; of attention, keys of a tile, warps and registers a thread, so
+    few that 64 rows x 8 kv heads run at once; and overlap. From an H200, a Llama shape of 1.1B, 64 rows.
     """
 
-    qkv: ProductConfig = ProductConfig(parts=2)
-    out: ProductConfig = ProductConfig(parts=4)
-    gated: ProductConfig = ProductConfig()
-    down: ProductConfig = ProductConfig(parts=4)
-    scores: ProductConfig = ProductConfig(block_n=128, stages=4)
+    qkv: ProductConfig = ProductConfig(64, 64, parts=3)
+    out: ProductConfig = ProductConfig(64, 128, parts=4, stages=3)
+    gated: ProductConfig = ProductConfig(64, 64)
+    down: ProductConfig = ProductConfig(64, 128, parts=4, stages=4)
+    scores: ProductConfig = ProductConfig(128, 64, stages=4)
     block_s: int = 64
-    attend_warps: int = 4
+    attend_warps: int = 2
+    attend_registers: int | None = None
     pdl: bool = True
 
 
 def default_few_rows_config(device: torch.device) -> FewRowsConfig:
     """PDL needs compute capability 9."""
     return FewRowsConfig(pdl=device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0))
+
+
+def few_rows_candidates(default: FewRowsConfig) -> tuple[list[FewRowsConfig], list[FewRowsConfig]]:
+    """Configurations worth timing beside the default: other products, and other attention."""
+    deeper = replace(
+        default,
+        out=replace(default.out, stages=4),
+        gated=replace(default.gated, stages=8),
+        down=replace(default.down, stages=6),
+    )
+    return [deeper], [
+        replace(default, attend_warps=4, attend_registers=128),
+        replace(default, attend_warps=4, block_s=32),
+    ]
 
 
 def few_rows_run(width: int, head_dim: int, weight: Tensor) -> bool:
@@ -104,12 +116,11 @@ def precision(x: Tensor) -> str:
 
 
 def shared(x: Tensor, weight: Tensor, config: ProductConfig, pdl: bool) -> dict[str, object]:
-    """The constants that both products take; nothing is asked for ahead where nothing overlaps."""
-    C = weight.shape[1]
+    """The constants that both products take."""
     return dict(
         BLOCK_M=row_block(x.shape[0]), BLOCK_N=config.block_n, BLOCK_C=config.block_c,
-        AHEAD=config.ahead if pdl and C // config.parts >= config.ahead else 0, EVEN=C % config.block_c == 0,
-        PRECISION=precision(x), STAGES=config.stages, **overlap(pdl, config.warps),
+        EVEN=weight.shape[1] % config.block_c == 0, PRECISION=precision(x), STAGES=config.stages,
+        **overlap(pdl, config.warps),
     )  # fmt: skip
 
 
@@ -153,5 +164,5 @@ def rows_attend(at: RowPlaces, inputs: QkvInputs, out: Tensor, config: FewRowsCo
         at.rows.stride(0), at.tables.shape[1],
         D=D, GROUP=H // K, BLOCK_G=row_block(H // K), PARTS=inputs.parts.shape[0], BIAS=inputs.bias is not None,
         PAGE_SIZE=at.page_size, BLOCK_S=config.block_s if out.is_cuda else 16, PRECISION=precision(out),
-        num_stages=1, **overlap(config.pdl, config.attend_warps),
+        num_stages=1, maxnreg=config.attend_registers, **overlap(config.pdl, config.attend_warps),
     )  # fmt: skip

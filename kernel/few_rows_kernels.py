@@ -3,18 +3,17 @@
 With so few rows a step still reads every weight once and the memory's rate is the bound; cuBLAS comes near it inside a
 product, but a block is then ten kernels, and each of them begins with an idle memory. Here it is seven: products whose
 programs own tiles of a weight's rows, or a share of their columns (`parts`, summed in float32 in a fixed order by the
-kernel that reads them), a norm with the residual sum, and attention with RoPE and the cache. Before a product waits for
-the kernel in front of it (programmatic dependent launch, see matvec_kernels) it asks for the beginning of its weights,
-so that they are in L2 when its input is there; attention asks for the keys of earlier tokens. Results are rounded where
-the model's own layers round. M rows, for which nothing is compiled anew, C inner width, N outer width, D head_dim,
-H heads, K kv heads.
+kernel that reads them), a norm with the residual sum, and attention with RoPE and the cache. They overlap as those of
+matvec_kernels do (programmatic dependent launch): before it waits for the kernel in front, attention asks for the keys
+of earlier tokens and a norm for its weight. Results are rounded where the model's own layers round. M rows, for which
+nothing is compiled anew, C inner width, N outer width, D head_dim, H heads, K kv heads.
 """
 
 import triton
 import triton.language as tl
 
 from kernel.flash_attention_triton_forward import LOG2E
-from kernel.matvec_kernels import ask_for_rows, place_of, wait_for_inputs
+from kernel.matvec_kernels import place_of, wait_for_inputs
 
 
 @triton.jit
@@ -29,7 +28,7 @@ def load_tile(ptr, rows, bound, offs_c, C, stride, EVEN: tl.constexpr):
 @triton.jit(do_not_specialize=["M"])
 def product_kernel(
     x_ptr, w_ptr, out_ptr, M, N, C,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, PARTS: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x (M, C) w (N, C)^T -> out (PARTS, M, N): sums over a share of the columns each, or the product itself."""
@@ -38,8 +37,6 @@ def product_kernel(
     offs_m, offs_c = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_C)
     steps = tl.cdiv(C, BLOCK_C)
     begin, end = steps * part // PARTS, steps * (part + 1) // PARTS
-    if AHEAD > 0:
-        ask_for_rows(w_ptr, tl.minimum(offs_n, N - 1), begin * BLOCK_C, C, AHEAD)
     wait_for_inputs(PDL)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for step in tl.range(begin, end, num_stages=STAGES):
@@ -54,16 +51,13 @@ def product_kernel(
 @triton.jit(do_not_specialize=["M"])
 def swiglu_product_kernel(
     x_ptr, w_ptr, out_ptr, M, N, C,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """silu(gate) * up -> out (M, N) with gate and up the two halves of x (M, C) w (2 N, C)^T."""
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_m, offs_c = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_C)
     up_ptr = w_ptr + N.to(tl.int64) * C
-    if AHEAD > 0:
-        ask_for_rows(w_ptr, tl.minimum(offs_n, N - 1), 0, C, AHEAD)
-        ask_for_rows(up_ptr, tl.minimum(offs_n, N - 1), 0, C, AHEAD)
     wait_for_inputs(PDL)
     gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)

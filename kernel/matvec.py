@@ -27,8 +27,7 @@ MAX_WIDTH = 32768  # of a weight's rows, which a program holds whole
 class MatvecConfig:
     """Weights of a tile (elements) of small and of large matrices, warps, programs a processor, and overlap.
 
-    small_tile: of matrices with at most SMALL elements, whose rows must reach all processors. ahead: tiles of a program
-    that are asked into L2 while it waits for the kernel in front of it.
+    small_tile: of matrices with at most SMALL elements, whose rows must reach all processors.
     """
 
     tile: int = 16384
@@ -36,7 +35,6 @@ class MatvecConfig:
     warps: int = 8
     programs: int = 2
     pdl: bool = True
-    ahead: int = 0
 
 
 SMALL = 2**23
@@ -50,12 +48,7 @@ def default_matvec_config(device: torch.device) -> MatvecConfig:
 def matvec_candidates(device: torch.device) -> list[MatvecConfig]:
     """Configurations worth timing on a device, the default first."""
     default = default_matvec_config(device)
-    return [
-        default,
-        replace(default, ahead=2),
-        replace(default, ahead=4),
-        replace(default, tile=8192, programs=3, ahead=2),
-    ]
+    return [default, replace(default, tile=8192, programs=3)]
 
 
 def matvec_runs(widths: list[int], head_dim: int, device: torch.device) -> bool:
@@ -67,11 +60,6 @@ def matvec_runs(widths: list[int], head_dim: int, device: torch.device) -> bool:
 def options(config: MatvecConfig) -> dict[str, object]:
     """Launch options; the interpreter and older devices know no launch_pdl."""
     return {"num_warps": config.warps, "PDL": config.pdl} | ({"launch_pdl": True} if config.pdl else {})
-
-
-def ahead(config: MatvecConfig) -> int:
-    """Tiles asked for: none where nothing overlaps (and the interpreter has no inline assembly)."""
-    return config.ahead if config.pdl else 0
 
 
 def tiling(weight: Tensor, config: MatvecConfig, matrices: int = 1) -> tuple[int, int, int]:
@@ -139,8 +127,7 @@ def norm_qkv(
     norm_qkv_kernel[(min(tiles, most),)](
         to.stream, own.norm, own.weight, own.weight if own.bias is None else own.bias, *own.rope, at.rows, at.tables,
         to.queries, *pages, own.eps, C, own.num_heads, own.num_kv_heads, at.rows.stride(0), at.tables.shape[1],
-        D=D, BIAS=own.bias is not None, PAGE_SIZE=at.page_size, BLOCK_P=pairs, BLOCK_C=block_c, AHEAD=ahead(config),
-        **options(config),
+        D=D, BIAS=own.bias is not None, PAGE_SIZE=at.page_size, BLOCK_P=pairs, BLOCK_C=block_c, **options(config),
     )  # fmt: skip
 
 
@@ -159,9 +146,7 @@ def add_matvec(x: Tensor, weight: Tensor, stream: Tensor, config: MatvecConfig) 
     N, C = weight.shape
     block_c, rows, most = tiling(weight, config)
     grid = (min(triton.cdiv(N, rows), most),)
-    add_matvec_kernel[grid](
-        x, weight, stream, N, C, BLOCK_N=rows, BLOCK_C=block_c, AHEAD=ahead(config), **options(config)
-    )
+    add_matvec_kernel[grid](x, weight, stream, N, C, BLOCK_N=rows, BLOCK_C=block_c, **options(config))
 
 
 def norm_swiglu(norm: Tensor, weight: Tensor, eps: float, to: TokenBuffers, config: MatvecConfig) -> None:
@@ -169,17 +154,7 @@ def norm_swiglu(norm: Tensor, weight: Tensor, eps: float, to: TokenBuffers, conf
     C, F = weight.shape[1], weight.shape[0] // 2
     block_c, rows, most = tiling(weight, config, 2)
     norm_swiglu_kernel[(min(triton.cdiv(F, rows), most),)](
-        to.stream,
-        norm,
-        weight,
-        to.hidden,
-        eps,
-        C,
-        F,
-        BLOCK_N=rows,
-        BLOCK_C=block_c,
-        AHEAD=ahead(config),
-        **options(config),
+        to.stream, norm, weight, to.hidden, eps, C, F, BLOCK_N=rows, BLOCK_C=block_c, **options(config)
     )
 
 
@@ -188,15 +163,5 @@ def norm_scores(norm: Tensor, weight: Tensor, eps: float, to: TokenBuffers, conf
     V, C = weight.shape
     block_c, rows, most = tiling(weight, config)
     norm_scores_kernel[(min(triton.cdiv(V, rows), most),)](
-        to.stream,
-        norm,
-        weight,
-        to.scores,
-        eps,
-        C,
-        V,
-        BLOCK_N=rows,
-        BLOCK_C=block_c,
-        AHEAD=ahead(config),
-        **options(config),
+        to.stream, norm, weight, to.scores, eps, C, V, BLOCK_N=rows, BLOCK_C=block_c, **options(config)
     )

@@ -16,8 +16,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernel.flash_attention_triton_forward import LOG2E
 
-LINE = tl.constexpr(128)  # bytes that one prefetch brings
-
 
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
@@ -25,24 +23,6 @@ def wait_for_inputs(PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-
-
-@triton.jit
-def ask_for_rows(w_ptr, rows, begin, C, COLUMNS: tl.constexpr):
-    """Have columns `begin` to begin + COLUMNS, a power of two, of each of `rows` brought to L2."""
-    step: tl.constexpr = LINE // (w_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    offs = tl.minimum(begin + tl.arange(0, COLUMNS // step) * step, C - 1)
-    addresses = (w_ptr + rows.to(tl.int64)[:, None] * C + offs[None, :]).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def ask_ahead(w_ptr, rows, step, bound, C, BLOCK_C: tl.constexpr, AHEAD: tl.constexpr):
-    """The same of the next AHEAD tiles after `rows`, each `step` rows further; beyond `bound` it is the last row."""
-    for tile in tl.static_range(1, AHEAD + 1):
-        ask_for_rows(w_ptr, tl.minimum(rows + tile * step, bound - 1), 0, C, BLOCK_C)
 
 
 @triton.jit
@@ -100,7 +80,7 @@ def norm_qkv_kernel(
     x_ptr, norm_ptr, w_ptr, bias_ptr, cos_ptr, sin_ptr, rows_ptr, tables_ptr, q_ptr, k_ptr, v_ptr,
     eps, C, H, K, stride_rows, columns,
     D: tl.constexpr, BIAS: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
-    AHEAD: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Norm, the joined projection ((H + 2K) D, C), RoPE; q (H, D) to a buffer, k and v to the token's place.
 
@@ -113,11 +93,6 @@ def norm_qkv_kernel(
     tile = tl.program_id(0)
     rows = (tile // parts) * D + (tile % parts) * BLOCK_P + offs_p
     first, second = load_rows(w_ptr, rows, bound, C, BLOCK_C), load_rows(w_ptr, rows + HALF, bound, C, BLOCK_C)
-    for turn in tl.static_range(1, AHEAD + 1):
-        ahead = tile + turn * tl.num_programs(0)
-        rows = tl.minimum((ahead // parts) * D + (ahead % parts) * BLOCK_P + offs_p, bound - 1 - HALF)
-        ask_for_rows(w_ptr, rows, 0, C, BLOCK_C)
-        ask_for_rows(w_ptr, rows + HALF, 0, C, BLOCK_C)
     scale = load_vector(norm_ptr, C, BLOCK_C)
     position, place = place_of(rows_ptr, tables_ptr, stride_rows, columns, PAGE_SIZE)
     wait_for_inputs(PDL)
@@ -197,13 +172,11 @@ def attend_kernel(
 
 @triton.jit
 def add_matvec_kernel(
-    x_ptr, w_ptr, stream_ptr, N, C,
-    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, w_ptr, stream_ptr, N, C, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """stream (N,) += w (N, C) x (C,), the product rounded before it is added."""
     offs_n, step = tl.arange(0, BLOCK_N), tl.num_programs(0) * BLOCK_N
     w = load_rows(w_ptr, tl.program_id(0) * BLOCK_N + offs_n, N, C, BLOCK_C)
-    ask_ahead(w_ptr, tl.program_id(0) * BLOCK_N + offs_n, step, N, C, BLOCK_C, AHEAD)
     wait_for_inputs(PDL)
     x = load_vector(x_ptr, C, BLOCK_C)
     kind = stream_ptr.dtype.element_ty
@@ -218,16 +191,13 @@ def add_matvec_kernel(
 
 @triton.jit
 def norm_swiglu_kernel(
-    x_ptr, norm_ptr, w_ptr, out_ptr, eps, C, F,
-    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, norm_ptr, w_ptr, out_ptr, eps, C, F, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """Norm, gate and up from their joined weight (2 F, C), and silu(gate) * up -> (F,)."""
     offs_n, step = tl.arange(0, BLOCK_N), tl.num_programs(0) * BLOCK_N
     up_ptr = w_ptr + F * C
     rows = tl.program_id(0) * BLOCK_N + offs_n
     gate_rows, up_rows = load_rows(w_ptr, rows, F, C, BLOCK_C), load_rows(up_ptr, rows, F, C, BLOCK_C)
-    ask_ahead(w_ptr, rows, step, F, C, BLOCK_C, AHEAD)
-    ask_ahead(up_ptr, rows, step, F, C, BLOCK_C, AHEAD)
     scale = load_vector(norm_ptr, C, BLOCK_C)
     wait_for_inputs(PDL)
     x = normed(load_vector(x_ptr, C, BLOCK_C), scale, eps, C, gate_rows)
@@ -244,13 +214,11 @@ def norm_swiglu_kernel(
 
 @triton.jit
 def norm_scores_kernel(
-    x_ptr, norm_ptr, w_ptr, scores_ptr, eps, C, V,
-    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, norm_ptr, w_ptr, scores_ptr, eps, C, V, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """The last norm and the output layer (V, C) -> scores (V,), rounded as the layer rounds them."""
     offs_n, step = tl.arange(0, BLOCK_N), tl.num_programs(0) * BLOCK_N
     w = load_rows(w_ptr, tl.program_id(0) * BLOCK_N + offs_n, V, C, BLOCK_C)
-    ask_ahead(w_ptr, tl.program_id(0) * BLOCK_N + offs_n, step, V, C, BLOCK_C, AHEAD)
     scale = load_vector(norm_ptr, C, BLOCK_C)
     wait_for_inputs(PDL)
     x = normed(load_vector(x_ptr, C, BLOCK_C), scale, eps, C, w)

@@ -24,10 +24,15 @@ DRAWS = SamplingMode(draws=True)  # right for rows that take the likeliest too
 
 
 class PromptGraphs:
-    """The graphs of one EngineRunner, in the memory pool of its DecodeGraphs."""
+    """The graphs of one EngineRunner, in a memory pool of their own.
 
-    def __init__(self, runner: Any, pool: Any):
-        self.runner, self.pool = runner, pool
+    In the decode graphs' pool a prompt graph's intermediate results could lie where a decode graph recorded later
+    leaves its tokens, which a step with both reads when both have run.
+    """
+
+    def __init__(self, runner: Any):
+        self.runner = runner
+        self.pool = torch.cuda.graph_pool_handle() if runner.device.type == "cuda" else None
         self.most_sampled = min(MOST_SAMPLED, runner.config.max_running)
         self.captured: dict[tuple[int, int, bool], tuple[torch.cuda.CUDAGraph, Tensor, Any]] = {}
 

@@ -97,7 +97,7 @@ class EngineRunner:
         plain = self.invariant is None and tensor_layout is None and config.cpu_kernel and runs_host(model, self.dtype)
         self.host = HostSteps(self, *position_tables(model, self.max_len)) if plain else None
         self.graphs = DecodeGraphs(self) if self.uses_graphs and self.invariant is None else None
-        self.prompt_graphs = None if self.graphs is None else PromptGraphs(self, self.graphs.pool)
+        self.prompt_graphs = None if self.graphs is None else PromptGraphs(self)
 
     @property
     def uses_graphs(self) -> bool:

@@ -54,7 +54,7 @@ class EagerPrompts(PromptGraphs):
     """The steps that would be captured, run as they are: a graph needs a GPU."""
 
     def __init__(self, runner):
-        super().__init__(runner, pool=None)
+        super().__init__(runner)
         self.keys = []
 
     def replay(self, key, values: np.ndarray):
