@@ -39,5 +39,6 @@ def pipeline_shape(params: list[Param], config: TrainConfig, micro_batch_tokens:
         dtype=config.kernels.stream if lower else table.dtype,
         table_elements=table.numel if model.tie_embeddings else 0,
         table_dtype=table.dtype,
+        table_learns=table.trainable,
         norm_dtype=norm_dtype(params),
     )

@@ -37,6 +37,7 @@ class PipelineShape:
     dtype: str  # of activations and their gradients
     table_elements: int = 0  # of a tied table, 0 without one
     table_dtype: str = "float32"
+    table_learns: bool = True  # a frozen one has no gradient to send
     norm_dtype: str = "float32"
 
     @property
@@ -51,7 +52,8 @@ def pipeline_messages(shape: PipelineShape, rank: int) -> Iterator[Message]:
     table = shape.table_elements * ITEM_BYTES[shape.table_dtype]
     if table and rank in (0, shape.ranks - 1):
         yield Message("exchange", AXIS, shape.table_dtype, shape.ranks, table, "forward")
-        yield Message("exchange", AXIS, shape.table_dtype, shape.ranks, table, "backward")
+        if shape.table_learns:
+            yield Message("exchange", AXIS, shape.table_dtype, shape.ranks, table, "backward")
     schedule = known_schedule(shape.schedule, shape.ranks, len(shape.tokens), shape.chunks)
     for step in program_of(schedule, rank):
         if isinstance(step, Exchange):

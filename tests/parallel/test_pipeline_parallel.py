@@ -114,6 +114,8 @@ def test_bytes_of_a_middle_rank_by_hand():
     # The second one arrives while the first is sent on, in both directions: of such a batch the sent bytes count.
     assert sorted(exchanges) == sorted([10 * 32, 10 * 32, 20 * 32, 20 * 32, 10 * 32, 20 * 32])
     assert sum(m.nbytes for m in pipeline_messages(shape, 0) if m.op == "exchange") == 2 * (10 + 20) * 32 + 2 * 400
+    frozen = replace(shape, table_learns=False)  # its values cross, and no gradient
+    assert sum(m.nbytes for m in pipeline_messages(frozen, 0) if m.op == "exchange") == 2 * (10 + 20) * 32 + 400
 
 
 def test_a_prediction_for_unequal_stages_idles_by_the_dearest():
