@@ -126,7 +126,8 @@ class RankPart:
     stream_ranks: int = 1  # over which tokens are cut between the layers (sequence parallelism)
     context_ranks: int = 1  # over which each sequence is cut
     context_mode: str = "ring"
-    adds_in_products: bool = False  # a pipeline's graphs: products add to gradients, weights are cast once a step
+    adds_in_products: bool = False  # products add to gradients: a pipeline's graphs, and W where no hooks wait
+    casts_once: bool = False  # a pipeline's graphs: weights to bfloat16 once a step
 
 
 @dataclass(frozen=True)

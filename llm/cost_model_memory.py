@@ -137,7 +137,7 @@ def saved_by_moe(work: Workload) -> list[Saved]:
 
 def weight_copies(work: Workload, parameters: int) -> int:
     """bfloat16 copies of float32 matrices, made in forward and kept for backward, not once a step."""
-    return BF16 * parameters if work.dtype == "bfloat16" and not work.part.adds_in_products else 0
+    return BF16 * parameters if work.dtype == "bfloat16" and not work.part.casts_once else 0
 
 
 def block_parameters(model: ModelConfig) -> int:

@@ -267,10 +267,9 @@ def accumulation_time(work: Workload, rates: Rates) -> float:
         cast = work.layers * block_parameters(work.model) + work.output_elements
         directions = 1 if work.fuses("linear") else 2  # gradients come in float32 from the products themselves
         seconds += pass_time(rates.new_pass, directions * (FP32 + BF16) * cast)
-        if work.part.adds_in_products:
-            return seconds / work.grad_accum_steps + pass_time(rates.inplace_pass, 2 * FP32 * parameters)
+        seconds /= work.grad_accum_steps if work.part.casts_once else 1
     if work.grad_accum_steps > 1:
-        seconds += pass_time(rates.inplace_pass, 3 * FP32 * parameters)
+        seconds += pass_time(rates.inplace_pass, (2 if work.part.adds_in_products else 3) * FP32 * parameters)
     return seconds
 
 

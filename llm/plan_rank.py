@@ -39,10 +39,11 @@ def rank_share(config: TrainConfig, params: list[Param], device: str, world_size
     if degrees.pp > 1:
         place = place_in_pipeline(degrees, rank)
         stages = tuple(stages_of(config, place))
-        graphed = config.kernels.cuda_graph
-        part = replace(part, **pieces_of(stages, config.model.num_layers), adds_in_products=graphed)
+        graphed, splits = config.kernels.cuda_graph, config.parallel.pp_schedule in SPLIT_SCHEDULES
+        adds = graphed or (splits and degrees.dp * degrees.cp == 1 and not config.parallel.force)
+        part = replace(part, **pieces_of(stages, config.model.num_layers), adds_in_products=adds, casts_once=graphed)
         params = rank_params(params, config, place)
-        if graphed or config.parallel.pp_schedule in SPLIT_SCHEDULES:  # their split products join layers of one input
+        if graphed or splits:  # their split products join layers of one input
             work = replace(work, kernels=replace(work.kernels, linear=True))
     if degrees.cp > 1:
         multiple = multiple_of(config.parallel.cp_mode, degrees.cp)

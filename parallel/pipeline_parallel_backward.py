@@ -2,9 +2,9 @@
 
 `DeferredGradients.matmul` goes where a Linear keeps its matrix product. In backward it gives the input's gradient and
 puts aside what the weight's needs; `run` makes those of one stage and micro-batch. `DeferredGradients.project` does so
-for layers that read one input, whose gradient is made by products that add to each other. Weight gradients reach the
-parameter through autograd, so hooks on it fire as ever. Biases and other parameters get theirs at once: they cost
-little.
+for layers that read one input, whose gradient is made by products that add to each other. Weight gradients reach a
+parameter that has hooks through autograd, so these fire as ever; to others the products add them. Biases and other
+parameters get theirs at once: they cost little.
 """
 
 from collections.abc import Hashable, Sequence
@@ -80,11 +80,16 @@ class DeferredGradients:
             weights, products = [], []
             while kept and len(weights) < TOGETHER:
                 weight, rows, gradients = kept.pop()
-                products.append(product(gradients.t(), rows, weight.dtype))  # (out, in)
+                factors = (gradients.t(), rows)  # (out, N), (N, in)
+                if weight.grad is not None and not has_hooks(weight):
+                    add_product(weight.grad, *factors)
+                    continue
+                products.append(product(*factors, weight.dtype))  # (out, in)
                 weights.append(weight)
             with torch.enable_grad():
                 leaves = [weight.view_as(weight) for weight in weights]
-            torch.autograd.backward(leaves, products)
+            if leaves:
+                torch.autograd.backward(leaves, products)
 
     @torch.no_grad()
     def add_to(self, key: Hashable, buffers: dict[Tensor, Tensor]) -> list[Tensor]:
@@ -93,6 +98,11 @@ class DeferredGradients:
         for weight, rows, gradients in kept:
             add_product(buffers[weight], gradients.t(), rows)
         return [weight for weight, _, _ in kept]
+
+
+def has_hooks(weight: Tensor) -> bool:
+    """Whether somebody waits for the gradient, before or after it is added."""
+    return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
 
 
 def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:

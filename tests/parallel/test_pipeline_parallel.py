@@ -64,6 +64,23 @@ def test_a_deferred_weight_gradient_is_the_weight_gradient(bias):
         torch.testing.assert_close(tensor.grad, gradient, rtol=0, atol=1e-14)
 
 
+def test_a_product_adds_to_the_gradient_that_is_there_unless_hooks_wait_for_it():
+    torch.manual_seed(0)
+    x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    watched, free = (torch.randn(4, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    seen, deferred = [], DeferredGradients()
+    watched.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.clone()))
+    expected = torch.autograd.grad(F.linear(x, watched).sin().sum() + F.linear(x, free).sin().sum(), [watched, free])
+    for _ in range(2):
+        deferred.begin("key")
+        (deferred.matmul(x, watched, None).sin() + deferred.matmul(x, free, None).sin()).sum().backward()
+        there = None if free.grad is None else free.grad.data_ptr()
+        deferred.run("key")
+    assert len(seen) == 2 and free.grad.data_ptr() == there
+    for weight, gradient in zip((watched, free), expected, strict=True):
+        torch.testing.assert_close(weight.grad, 2 * gradient, rtol=0, atol=1e-13)
+
+
 def test_weights_cast_once_a_step_are_those_of_that_step():
     """Under autocast, two steps with an update between: outputs and gradients as if each product cast for itself."""
     torch.manual_seed(0)

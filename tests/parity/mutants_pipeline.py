@@ -72,8 +72,8 @@ PIPELINE_MUTANTS = [
         "split.insert(-1, weights.pop(0))", ZERO_BUBBLE,
     ),
     Mutant(
-        "weight gradients of rows in another order", f"{DEFERRED}:DeferredGradients.run", "gradients.t(), rows",
-        "gradients.t(), rows.flip(0)", ZERO_BUBBLE,
+        "weight gradients of rows in another order", f"{DEFERRED}:DeferredGradients.run", "(gradients.t(), rows)",
+        "(gradients.t(), rows.flip(0))", ZERO_BUBBLE,
     ),
     Mutant(
         "a stage without its last block", f"{STAGES}:PipelineLayout.stage_model", "1 <= piece <= layers",
