@@ -65,8 +65,10 @@ def layer_peak_bytes(shape: ContextShape, tokens: int) -> float:
     if shape.mode == "all_gather":
         gathered = item * shape.ranks * keys
         after_kernel = inputs + 2 * item * queries + 2 * gathered + 3 * rows
+        # The gradients of gathered keys: put back into the ranks' order, then in float32 beside their sums.
+        reordered = inputs + 2 * item * queries + 3 * gathered
         summed = inputs + 2 * item * queries + gathered + sums * (shape.ranks + 1) * keys
-        return max(after_kernel, summed)
+        return max(after_kernel, reordered, summed)
     spread = max(1.0, shape.ranks / shape.kv_heads)
     traded = item * (queries + spread * keys)  # q, k, v of all tokens and some heads
     return inputs + 2 * traded + 4 * item * queries + 3 * rows  # their gradients; out and dout before and after
