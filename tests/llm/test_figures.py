@@ -13,6 +13,9 @@ import yaml
 from configs.errors import UserError
 from configs.loader import compose_config
 from llm.args import TrainConfig
+from llm.evaluation_attention import attention_maps
+from llm.evaluation_context import Targets, losses_by_context
+from llm.evaluation_windows import ScoreConfig, TextScorer, sum_by_source
 from llm.figures import FIGURES, draw_all
 from llm.figures_material import FiguresConfig, Material
 from llm.figures_positions import rope_product
@@ -33,7 +36,7 @@ def runs(tiny_corpus, tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
     for name, heads in (("figures", 2), ("figures-kv1", 1)):
         overrides = [*tiny_corpus.overrides(root), f"name={name}", "max_steps=8", "validate_every=4", "data.seq_len=16",
-                     f"model.num_kv_heads={heads}"]  # fmt: skip
+                     f"model.num_kv_heads={heads}", "model.vocab_size=384"]  # fmt: skip
         train(compose_config(TrainConfig, "training", overrides))
     return root
 
@@ -123,6 +126,34 @@ def test_surprises_are_the_least_likely_tokens_first():
     lines = surprises(tokens, count=2).split("\n")
     assert "'b' 1.0e-03" in lines[1] and "'c'" in lines[2] and len(lines) == 3
     assert short("ab") == "'ab'" and len(short("abcdefghijklmnop")) == 11
+
+
+def test_a_picture_of_the_model_begins_with_end_of_text_and_leaves_padded_ids_out(runs, tmp_path):
+    material = Material(config_of(runs, tmp_path))
+    model, tokenizer = material.loaded.model, material.loaded.tokenizer
+    attention, _ = FIGURES["attention_heads"](material)
+    ids = torch.tensor([[tokenizer.eot_id, *tokenizer.encode(SMALL["text"])]])
+    expected = attention_maps(model, ids)[0].flatten(0, 1)  # (L x H, T, T)
+    for axes, one in zip(attention.axes, expected, strict=True):
+        torch.testing.assert_close(torch.from_numpy(axes.images[0].get_array().data), one.sqrt())
+    embeddings, _ = FIGURES["embedding_map"](material)
+    assert model.config.vocab_size > tokenizer.vocab_size, "or the next line shows nothing"
+    assert sum(len(dots.get_offsets()) for dots in embeddings.axes[0].collections) == tokenizer.vocab_size
+
+
+def test_the_numbers_of_text_are_those_of_half_overlapping_windows_and_of_end_of_text_first(runs, tmp_path):
+    material = Material(config_of(runs, tmp_path))
+    model, tokenizer, cpu = material.loaded.model, material.loaded.tokenizer, torch.device("cpu")
+    _, bits = FIGURES["bits_per_byte"](material)
+    (score,) = sum_by_source(TextScorer(model, tokenizer, ScoreConfig(16, 8), cpu).score(material.texts)).values()
+    assert bits["stories"]["model"] == pytest.approx(score.bits_per_byte)
+    assert bits["stories"]["xz"] == xz_bits_per_byte(material.texts)["stories"]
+    assert bits["stories"]["bytes"] == sum(len(text.text.encode()) for text in material.texts) <= SMALL["max_bytes"]
+    _, context = FIGURES["context_utilisation"](material)
+    rows = [np.array([tokenizer.eot_id, *tokenizer.encode(text.text)]) for text in material.texts]
+    expected = losses_by_context(model, Targets.draw(rows, 16, SMALL["context_targets"]), 64)
+    assert [entry["loss"] for entry in context["by_context"]] == pytest.approx([entry.loss for entry in expected])
+    assert context["beyond"][-1]["last"] == 31 and material.loss_by_position(16)[-1]["last"] == 15
 
 
 def test_a_compressor_is_measured_in_bits_per_byte(runs, tmp_path):

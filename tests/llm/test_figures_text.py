@@ -21,12 +21,12 @@ from tests.tolerances import FP32_FORWARD
 
 
 def test_each_source_stands_beside_its_own_compressor_the_best_first():
-    scores = {name: SourceScore(name, 1, 10, 100, bits * 100 * math.log(2)) for name, bits in (("b", 3.0), ("a", 1.0))}
+    scores = {name: SourceScore(name, 1, 10, 100, bits * 100 * math.log(2)) for name, bits in (("a", 3.0), ("b", 1.0))}
     lines = [{"step": 2, "val_bits_per_byte": 2.5}]
     run = Run("mine", {"global_batch_tokens": 1_000_000}, lines)
-    over, by_source = draw_bits([run], scores, {"b": 5.0, "a": 4.0}).axes
+    over, by_source = draw_bits([run], scores, {"a": 5.0, "b": 4.0}).axes
     assert over.lines[0].get_data() == ([2.0], [2.5])
-    assert [label.get_text() for label in by_source.get_yticklabels()] == ["a", "b"]
+    assert [label.get_text() for label in by_source.get_yticklabels()] == ["b", "a"]
     bars = {container.get_label(): [bar.get_width() for bar in container] for container in by_source.containers}
     assert bars == {"mine": pytest.approx([1.0, 3.0]), "xz -9 on this text alone": [4.0, 5.0]}
 
