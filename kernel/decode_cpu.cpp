@@ -330,7 +330,7 @@ static int64_t likeliest(const float* scores, int64_t V) {
     return best;
 }
 
-// e^((score - top) / temperature) of every score, rounded up to eights with zeros, and their sum by blocks of 64.
+// e^((score - top) / temperature) of every score, in eights (past the end next to nothing), and their sum by blocks of 64.
 static double weigh_scores(const float* scores, int64_t V, float top, float temperature, float* weights) {
     double total = 0.0;
     for (int64_t first = 0; first < V; first += 64) {
@@ -340,7 +340,6 @@ static double weigh_scores(const float* scores, int64_t V, float top, float temp
             v8 x = all(-INFINITY);
             std::memcpy(&x, scores + n, (end - n < 8 ? end - n : 8) * sizeof(float));
             v8 weight = exponential(x / all(temperature) - all(top / temperature));
-            for (int64_t j = end - n; j < 8; j++) weight[j] = 0.0f;
             store(weights + n, weight);
             sums += weight;
         }
