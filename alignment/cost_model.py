@@ -1,8 +1,8 @@
 """What a batch of train_rl will take, from shapes, lengths and the device's constants, in seconds by part.
 
-The rollout is alignment/cost_model_rollout's, updates are llm's step time with the mean length as the sequence. Beside
-them the host grades completions, makes padded batches and copies weights, each by count. The lengths of completions are
-those of the held-out problems before the first batch; neither the model nor the trainer is timed.
+The rollout is alignment/cost_model_rollout's, updates are llm's step time over the padded micro-batches that the
+lengths make. Beside them the host makes batches and copies weights, each by count; grading is not predicted. Lengths
+are those of the held-out problems before the first batch; neither the model nor the trainer is timed.
 """
 
 from dataclasses import dataclass, field, replace
@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from alignment.cost_model_calibration import EngineRates, Setting, calibrate_engine
-from alignment.cost_model_rollout import Device, Lengths, predict_rollout
+from alignment.cost_model_rollout import Device, Lengths, draw_lengths, predict_rollout
 from alignment.rollout import RolloutConfig
+from alignment.train_rl_batch import PADDING, cut_micro_batches
 from alignment.train_rl_config import TrainRlConfig
 from llm.args import ModelConfig
 from llm.bpe_tokenizer import Tokenizer
@@ -86,19 +87,27 @@ def predict_batch(config: TrainRlConfig, model: ModelConfig, device: Device, len
 
 def predict_update(config: TrainRlConfig, model: ModelConfig, hardware: Hardware, lengths: Lengths) -> float:
     """All updates of a batch; the output layer is paid for sampled tokens alone."""
-    seq_len = max(1, round(lengths.prompt + lengths.response))
     rows = config.prompts_per_batch * config.group_size // config.updates_per_batch
-    micro = max(1, min(rows, config.micro_batch_tokens // seq_len))
-    count = max(1, round(rows / micro))
+    padded, count = padded_tokens(rows, config.micro_batch_tokens, lengths)
+    micro = max(1, round(rows / count))
+    seq_len = max(1, round(padded / (micro * count)))
     train = config.train_config(replace(model, max_seq_len=max(model.max_seq_len, seq_len)), "", config.dtype)
     data = replace(train.data, seq_len=seq_len)
     train = replace(train, data=data, micro_batch_size=micro, global_batch_tokens=micro * count * seq_len)
     work = workload_of(train, hardware.device, 1)
     step = predict_step_time(work, hardware.rates)
-    sampled = lengths.response / seq_len
+    sampled = rows * lengths.response / padded
     unused_s = (1 - sampled) * 3 * count * output_product_s(work, hardware.rates)
     policy_s = policy_loss_seconds(sampled * count * micro * seq_len * model.vocab_size, hardware, config.dtype)
     return config.steps_per_batch * max(step.device_s - step.loss_s - unused_s + policy_s, step.host_s)
+
+
+def padded_tokens(rows: int, max_tokens: int, lengths: Lengths) -> tuple[int, int]:
+    """Tokens of all micro-batches, padding included, and how many they are, cut as the learner cuts them."""
+    pairs = zip(draw_lengths(lengths.prompts, rows, seed=1), draw_lengths(lengths.responses, rows), strict=True)
+    tokens = sorted((prompt + response - 1 for prompt, response in pairs), reverse=True)
+    cut = cut_micro_batches(range(rows), tokens, max_tokens)
+    return sum(len(group) * -(-max(tokens[group[0]], 1) // PADDING) * PADDING for group in cut), len(cut)
 
 
 def policy_loss_seconds(scores: float, hardware: Hardware, dtype: str) -> float:

@@ -33,11 +33,15 @@ PIECE_OPERATIONS = 8  # of a further layer for each request's own piece of promp
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of prompts, their mean, and of completions, one by one as they were seen; group: completions a prompt."""
+    """Tokens of prompts and of completions, one by one as they were seen; group: completions of a prompt."""
 
-    prompt: float
+    prompts: Sequence[int]
     responses: Sequence[int]
     group: int = 1
+
+    @property
+    def prompt(self) -> float:
+        return sum(self.prompts) / max(len(self.prompts), 1)
 
     @property
     def response(self) -> float:
@@ -65,11 +69,11 @@ class Device:
         return self.hardware.memory_bytes_per_s or float("inf")
 
 
-def draw_lengths(lengths: Lengths, rows: int) -> list[int]:
+def draw_lengths(seen: Sequence[int], rows: int, seed: int = 0) -> list[int]:
     """`rows` lengths distributed as those seen (their quantiles), in an order that says nothing."""
-    ordered = sorted(lengths.responses)
+    ordered = sorted(seen)
     drawn = [ordered[int((row + 0.5) / rows * len(ordered))] for row in range(rows)]
-    random.Random(0).shuffle(drawn)
+    random.Random(seed).shuffle(drawn)
     return drawn
 
 
@@ -88,7 +92,9 @@ def predict_rollout(rows: int, rollout: RolloutConfig, model: ModelConfig, devic
     """Seconds for `rows` completions that are asked for together."""
     if not lengths.longest:
         return 0.0
-    later = [tokens - 1 for tokens in draw_lengths(lengths, rows) if tokens > 1]  # the first comes with the prompt
+    later = [
+        tokens - 1 for tokens in draw_lengths(lengths.responses, rows) if tokens > 1
+    ]  # the first comes with the prompt
     steps = Counter(alive_by_step(later, rollout.max_running))
     context = lengths.prompt + lengths.response / 2
     decoding = sum(count * step_seconds(model, alive, context, device) for alive, count in steps.items())

@@ -10,7 +10,6 @@ another evaluation, problem by problem.
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import hydra
@@ -200,8 +199,8 @@ def generation_row(
     predicted, device = 0.0, device_of(hardware, config.rollout, tokenizer)
     for first in range(0, len(made), config.requests_at_once * mesh.world_size):
         share = made[first : first + config.requests_at_once * mesh.world_size][:: mesh.world_size]  # a rank's
-        prompt = mean([one.prompt_tokens for one in share])
-        lengths = Lengths(prompt, [one.tokens for one in share], len(answers[0]))
+        tokens = [(one.prompt_tokens, one.tokens) for one in share]
+        lengths = Lengths(*zip(*tokens, strict=True), group=len(answers[0]))
         predicted += predict_rollout(len(share), config.rollout, model, device, lengths)
     return {
         "quantity": "generation", "unit": "s", "predicted": predicted, "measured": seconds,

@@ -141,9 +141,8 @@ def predicted(run: RlRun, first: HeldOut | None) -> dict[str, Any]:
     if first is None:
         report = run.run_dir.path / "report.json"
         return read_json(report).get("predicted", {}) if report.exists() else {}
-    prompts = run.rollout.held_out.prompts
-    mean_prompt = sum(map(len, prompts)) / len(prompts)
-    lengths = Lengths(mean_prompt, tuple(first.lengths), run.config.group_size)
+    prompts = [len(prompt) for prompt in run.rollout.held_out.prompts]
+    lengths = Lengths(prompts, first.lengths, run.config.group_size)
     device = device_of(run.hardware, run.config.rollout, run.tokenizer)
     return predict_batch(run.config, run.sync.model_config, device, lengths).fields()
 

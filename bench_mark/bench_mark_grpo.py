@@ -62,7 +62,7 @@ def measure(case: Case, arguments: argparse.Namespace, work: Path) -> dict[str, 
         mean_prompt = statistics.mean(map(len, ours.prompts))
         run = ours.run
         device = measured_device(run)
-        lengths = Lengths(mean_prompt, [case.new], case.group)
+        lengths = Lengths([len(prompt) for prompt in ours.prompts], [case.new], case.group)
         predicted = predict_batch(run.config, shape, device, lengths)
         own: list[StepTime] = []
         theirs: list[StepTime] = []

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from alignment.cost_model import OPERATIONS_PER_SAMPLE, OPERATIONS_PER_TENSOR, predict_batch
+from alignment.cost_model import OPERATIONS_PER_SAMPLE, OPERATIONS_PER_TENSOR, padded_tokens, predict_batch
 from alignment.cost_model_calibration import EngineRates, Setting, calibrate_engine, prompt_flops
 from alignment.cost_model_rollout import (
     ATTENTION_SHARE,
@@ -32,7 +32,7 @@ INSTANT = ((1.0, 1e-15), (1e12, 1e-15))
 RATES = Rates(FLAT, INSTANT, INSTANT, INSTANT, ((64, FLAT, FLAT),), 1e15, 0.0)
 NO_HOST = EngineRates(0.0, 0.0, 0.0, 0.0, 0.0, FLAT, 1e20, 0.0)
 MODEL = ModelConfig(vocab_size=2048, d_model=512, num_layers=8, num_heads=8, d_ff=1536, max_seq_len=512)
-LENGTHS = Lengths(prompt=50.0, responses=[100], group=8)
+LENGTHS = Lengths(prompts=[50], responses=[100], group=8)
 
 
 @pytest.fixture(scope="module")
@@ -56,16 +56,16 @@ def test_a_batch_shrinks_as_completions_end_and_waiting_ones_take_their_places()
 
 def test_drawn_lengths_are_those_seen():
     seen = [5, 1, 4, 4, 2, 9]
-    assert sorted(draw_lengths(Lengths(1.0, seen), 6)) == sorted(seen)
-    assert sorted(draw_lengths(Lengths(1.0, seen), 12)) == sorted(seen * 2)
-    assert draw_lengths(Lengths(1.0, [7]), 3) == [7, 7, 7]
+    assert sorted(draw_lengths(seen, 6)) == sorted(seen)
+    assert sorted(draw_lengths(seen, 12)) == sorted(seen * 2)
+    assert draw_lengths([7], 3) == [7, 7, 7]
 
 
 def test_a_group_computes_the_whole_pages_of_its_prompt_once():
-    lengths = Lengths(prompt=70.0, responses=[1], group=4)
+    lengths = Lengths(prompts=[70], responses=[1], group=4)
     assert prompt_tokens(8, lengths, page=32) == 2 * (70 + 3 * (70 - 64))
     assert prompt_tokens(8, lengths, page=128) == 8 * 70
-    assert prompt_tokens(8, replace(lengths, prompt=64.0), page=32) == 2 * (64 + 3 * 32), "the last token is computed"
+    assert prompt_tokens(8, replace(lengths, prompts=[64]), page=32) == 2 * (64 + 3 * 32), "the last token is computed"
 
 
 def test_a_memory_bound_step_on_a_gpu_reads_weights_and_caches_once():
@@ -119,12 +119,20 @@ def test_batches_and_weights_cost_the_host_operations_by_count(config):
 def test_the_output_layer_and_the_loss_are_paid_for_sampled_tokens_alone(config):
     """Half of the tokens sampled costs what a vocabulary of half the size does."""
     slow = device(rates=replace(RATES, matmul=((1.0, 1e11), (1e9, 1e11)), exp_pass=((1.0, 1e-9), (1e12, 1e3))))
-    all_sampled = predict_batch(config, MODEL, slow, Lengths(prompt=0.0, responses=[128], group=8))
-    half = predict_batch(config, MODEL, slow, Lengths(prompt=64.0, responses=[64], group=8))
+    all_sampled = predict_batch(config, MODEL, slow, Lengths(prompts=[1], responses=[128], group=8))
+    half = predict_batch(config, MODEL, slow, Lengths(prompts=[65], responses=[64], group=8))
     smaller = replace(MODEL, vocab_size=1024)
-    narrow = predict_batch(config, smaller, slow, Lengths(prompt=0.0, responses=[128], group=8))
+    narrow = predict_batch(config, smaller, slow, Lengths(prompts=[1], responses=[128], group=8))
     assert half.update_s == pytest.approx(narrow.update_s, rel=0.01)
     assert half.update_s < 0.98 * all_sampled.update_s
+
+
+def test_padding_counts_as_tokens():
+    even = padded_tokens(4, max_tokens=1000, lengths=Lengths([33], [32]))
+    assert even == (4 * 64, 1)
+    uneven = padded_tokens(4, max_tokens=1000, lengths=Lengths([1], [8, 8, 8, 64]))
+    assert uneven == (4 * 64, 1), "all rows are as long as the longest"
+    assert padded_tokens(4, max_tokens=64, lengths=Lengths([1], [8, 8, 8, 64])) == (64 + 3 * 8, 2)
 
 
 def test_the_parts_make_the_whole_and_the_share(config):
