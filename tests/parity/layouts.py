@@ -103,6 +103,7 @@ SLOW_GRID = layouts(
     "dp=2,pp=2,zero=2,pp_schedule=gpipe", "dp=2,pp=2,zero=3,pp_schedule=gpipe",
     "dp=2,pp=2,zero=2,pp_schedule=interleaved,pp_chunks=2", "dp=2,pp=2,zero=3,pp_schedule=interleaved,pp_chunks=2",
     "dp=2,pp=2,zero=2,pp_schedule=zero_bubble", "dp=2,pp=2,zero=3,pp_schedule=zero_bubble",
+    "dp=2,pp=2,zero=3,pp_schedule=zero_bubble_h2",
     "dp=2,pp=4,zero=2", "dp=2,pp=4,zero=3", "dp=2,pp=3,zero=3,pp_schedule=zero_bubble", "dp=3,pp=2,zero=3",
     "dp=4,pp=2,dp_shard=2,zero=2", "dp=4,pp=2,dp_shard=2,zero=3", "dp=2,pp=2,zero=3,reduce_dtype=bfloat16",
     "dp=2,pp=2,zero=3,activation_checkpointing=full", "dp=2,pp=2,zero=2,activation_checkpointing=selective",
