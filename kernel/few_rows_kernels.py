@@ -120,16 +120,29 @@ def sum_parts(parts_ptr, bias_ptr, columns, mask, row, M, N, kind, PARTS: tl.con
 
 
 @triton.jit
-def load_keys(k_ptr, v_ptr, table_ptr, keys, end, kv_head, K, D: tl.constexpr, PAGE_SIZE: tl.constexpr):
-    """Keys in halves (n, D/2) and values (n, D) of one kv head at positions `keys` below `end`; 0 beyond."""
+def load_keys(
+    k_ptr, v_ptr, table_ptr, start, end, kv_head, K, D: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_S: tl.constexpr
+):  # fmt: skip
+    """Keys in halves (BLOCK_S, D/2) and values (BLOCK_S, D) of one kv head from position `start`; 0 from `end` on.
+
+    `start` is a multiple of BLOCK_S: where a page holds a tile, one page number serves it.
+    """
     HALF: tl.constexpr = D // 2
-    inside = keys < end
-    pages = tl.load(table_ptr + keys // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
-    starts = (((pages * PAGE_SIZE + keys % PAGE_SIZE) * K + kv_head) * D)[:, None]
-    offs_i, offs_d = tl.arange(0, HALF), tl.arange(0, D)
-    first = tl.load(k_ptr + starts + offs_i[None, :], mask=inside[:, None], other=0.0)
-    second = tl.load(k_ptr + starts + HALF + offs_i[None, :], mask=inside[:, None], other=0.0)
-    return first, second, tl.load(v_ptr + starts + offs_d[None, :], mask=inside[:, None], other=0.0)
+    offs_s, offs_i, offs_d = tl.arange(0, BLOCK_S), tl.arange(0, HALF), tl.arange(0, D)
+    inside = (start + offs_s < end)[:, None]
+    if PAGE_SIZE >= BLOCK_S:
+        page = tl.load(table_ptr + start // PAGE_SIZE, mask=start < end, other=0).to(tl.int64)
+        first_row = ((page * PAGE_SIZE + start % PAGE_SIZE) * K + kv_head) * D
+        k_ptr += first_row
+        v_ptr += first_row
+        rows = (offs_s * K * D)[:, None]
+    else:
+        keys = start + offs_s
+        pages = tl.load(table_ptr + keys // PAGE_SIZE, mask=keys < end, other=0).to(tl.int64)
+        rows = (((pages * PAGE_SIZE + keys % PAGE_SIZE) * K + kv_head) * D)[:, None]
+    first = tl.load(k_ptr + rows + offs_i[None, :], mask=inside, other=0.0)
+    second = tl.load(k_ptr + rows + HALF + offs_i[None, :], mask=inside, other=0.0)
+    return first, second, tl.load(v_ptr + rows + offs_d[None, :], mask=inside, other=0.0)
 
 
 @triton.jit(do_not_specialize=["M", "stride_rows"])
@@ -149,7 +162,7 @@ def rows_attend_kernel(
     position, place = place_of(rows_ptr, tables_ptr, stride_rows, columns, PAGE_SIZE)
     table_ptr = tables_ptr + tl.load(rows_ptr) * columns
     offs_s, offs_i, offs_d = tl.arange(0, BLOCK_S), tl.arange(0, HALF), tl.arange(0, D)
-    k_first, k_second, v = load_keys(k_ptr, v_ptr, table_ptr, offs_s, position, kv_head, K, D, PAGE_SIZE)
+    k_first, k_second, v = load_keys(k_ptr, v_ptr, table_ptr, 0, position, kv_head, K, D, PAGE_SIZE, BLOCK_S)
     cos, sin = tl.load(cos_ptr + position * HALF + offs_i), tl.load(sin_ptr + position * HALF + offs_i)
     wait_for_inputs(PDL)
 
@@ -186,8 +199,8 @@ def rows_attend_kernel(
         scores = tl.dot(q_second, k_second.T, scores, input_precision=PRECISION) * scale  # (BLOCK_G, BLOCK_S)
         scores = tl.where((start + offs_s < position)[None, :], scores, float("-inf"))
         values = v
-        ahead = start + BLOCK_S + offs_s
-        k_first, k_second, v = load_keys(k_ptr, v_ptr, table_ptr, ahead, position, kv_head, K, D, PAGE_SIZE)
+        ahead = start + BLOCK_S
+        k_first, k_second, v = load_keys(k_ptr, v_ptr, table_ptr, ahead, position, kv_head, K, D, PAGE_SIZE, BLOCK_S)
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         p, alpha = tl.exp2(scores - new_max[:, None]), tl.exp2(row_max - new_max)
         row_sum = row_sum * alpha + tl.sum(p, 1)
