@@ -7,7 +7,7 @@ the host issues the operations for as long as the step lasts, the row says so: i
 and no formula knows of it. All contestants must agree on the loss. The last line is one JSON document.
 
     torchrun --nproc-per-node=2 -m bench_mark.bench_mark_pp                       # gloo on CPUs, nccl on GPUs
-    torchrun --nproc-per-node=2 -m bench_mark.bench_mark_pp --model 1b --layers 17 --shapes 1x8,2x8
+    torchrun --nproc-per-node=4 -m bench_mark.bench_mark_pp --model 350m --layers 28 --shapes 2x16
 """
 
 import argparse
@@ -38,6 +38,8 @@ from parallel.pipeline_schedules_simulation import Durations, simulate
 
 EAGER = "gpipe 1f1b interleaved zero_bubble zero_bubble_h2"
 GRAPHS = "1f1b zero_bubble zero_bubble_h2"
+# On a GPU: even stages, one shape in which the host is the bound without graphs and one in which the device is.
+GPU_CASE, GPU_SHAPES = ("1b", 17), "1x8,2x8"
 COLUMNS = (
     f"{'variant':22} {'batch':>6} {'predicted':>10} {'measured':>10} {'ratio':>6} {'idle said':>9} {'formula':>8} "
     f"{'measured':>8} {'ratio':>6} {'of 1f1b':>8} {'loss':>9}  bound"
@@ -125,7 +127,7 @@ def show(row: dict[str, Any], idle_1f1b_s: float | None) -> str:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", default="mew-1m", choices=sorted(SHAPES))
+    parser.add_argument("--model", default=None, choices=sorted(SHAPES))
     parser.add_argument("--layers", type=int, default=None, help="another number of blocks, to even out the stages")
     parser.add_argument("--shapes", default=None, help="rows x micro-batches, such as 1x8,2x8")
     parser.add_argument("--seq-len", type=int, default=None)
@@ -154,8 +156,9 @@ def run_all(
     bench: Bench, args: argparse.Namespace, machine: Machine, save: Callable[[list[dict[str, Any]]], None]
 ) -> list[dict[str, Any]]:
     """Every contestant over every shape; rows are printed, and saved, as they come."""
-    shapes = [tuple(map(int, text.split("x"))) for text in (args.shapes or "").split(",") if text]
-    shapes = shapes or [(bench.default_rows, count) for count in (2, 8)]
+    on_gpu = bench.mesh.device.type == "cuda"
+    texts = args.shapes or (GPU_SHAPES if on_gpu else ",".join(f"{bench.default_rows}x{count}" for count in (2, 8)))
+    shapes = [tuple(map(int, text.split("x"))) for text in texts.split(",")]
     rows, idle_1f1b = [], {}
     for make in makers(bench, args):
         contestant = make()
@@ -172,7 +175,7 @@ def run_all(
                 save(rows)
         del contestant
         gc.collect()
-        if bench.mesh.device.type == "cuda":
+        if on_gpu:
             torch.cuda.empty_cache()
     return rows
 
@@ -183,13 +186,14 @@ def main() -> None:
         print("a pipeline needs two ranks or more: torchrun --nproc-per-node=2 -m bench_mark.bench_mark_pp")
         return
     mesh = init_mesh(args.device, degrees=Degrees(pp=read_ranks()[1]))
-    bench = Bench(mesh, args.model, args.layers, args.seq_len)
+    model, layers = GPU_CASE if mesh.device.type == "cuda" and args.model is None else (args.model or "mew-1m", None)
+    bench = Bench(mesh, model, args.layers or layers, args.seq_len)
     torch.set_float32_matmul_precision("high" if mesh.device.type == "cuda" else "highest")
     hardware: Hardware = detect_hardware(HardwareConfig(), mesh.device, dtype=bench.dtype)
     cluster: Cluster | None = links_of(hardware, mesh)
     assert cluster is not None, f"the links of {hardware.description!r} are not known; add them to configs/hardware"
     known = facts(hardware, bench.dtype) | {
-        "ranks": mesh.world_size, "backend": mesh.backend, "model": args.model, "layers": bench.model.num_layers,
+        "ranks": mesh.world_size, "backend": mesh.backend, "model": model, "layers": bench.model.num_layers,
         "seq_len": bench.seq_len, "attention": bench.model.attention,
     }  # fmt: skip
     if mesh.is_main:
