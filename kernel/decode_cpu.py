@@ -23,7 +23,7 @@ LAYER_POINTERS = (
 # block tables (slots, columns) int32 and last tokens (slots,) int64.
 MODEL_POINTERS = ("embedding", "norm", "output", "cos", "sin", "tables", "last_tokens")
 LANES = 8  # floats of a vector: rows of every weight and heads are whole vectors
-WORK_PER_THREAD = 250_000  # multiply-adds of a step, below which a thread costs more than it does
+WORK_PER_THREAD = 1_500_000  # multiply-adds of a step: with less, waiting for a second thread costs what it saves
 
 
 class Sizes(ctypes.Structure):
