@@ -32,10 +32,9 @@ OPERATIONS_PER_SAMPLE, OPERATIONS_PER_TENSOR = 12, 5
 
 @dataclass
 class RlPrediction:
-    """Seconds of one batch by part."""
+    """Seconds of one batch by part; grading, one part in a hundred, is left out."""
 
     rollout_s: float
-    reward_s: float
     log_prob_s: float
     update_s: float
     sync_s: float
@@ -43,10 +42,10 @@ class RlPrediction:
 
     @property
     def step_time_s(self) -> float:
-        return self.rollout_s + self.reward_s + self.log_prob_s + self.update_s + self.sync_s
+        return self.rollout_s + self.log_prob_s + self.update_s + self.sync_s
 
     def fields(self) -> dict[str, Any]:
-        names = ("rollout_s", "reward_s", "log_prob_s", "update_s", "sync_s", "step_time_s")
+        names = ("rollout_s", "log_prob_s", "update_s", "sync_s", "step_time_s")
         share = {"rollout_share": self.rollout_s / self.step_time_s, "notes": self.notes}
         return {name: getattr(self, name) for name in names} | share
 
@@ -77,7 +76,6 @@ def predict_batch(config: TrainRlConfig, model: ModelConfig, device: Device, len
     note = f"completions of {lengths.response:.0f} tokens, the longest {lengths.longest}, as before the first batch"
     return RlPrediction(
         rollout_s=predict_rollout(rows, config.rollout, model, device, lengths),
-        reward_s=0.0,
         log_prob_s=log_prob_s,
         update_s=update_s,
         sync_s=moved / device.memory_bytes_per_s + tensors * OPERATIONS_PER_TENSOR * operation_s,

@@ -137,7 +137,7 @@ def test_padding_counts_as_tokens():
 
 def test_the_parts_make_the_whole_and_the_share(config):
     fields = predict_batch(config, MODEL, device(step_s=1e-3), LENGTHS).fields()
-    parts = ("rollout_s", "reward_s", "log_prob_s", "update_s", "sync_s")
+    parts = ("rollout_s", "log_prob_s", "update_s", "sync_s")
     assert fields["step_time_s"] == pytest.approx(sum(fields[name] for name in parts))
     assert fields["rollout_share"] == pytest.approx(fields["rollout_s"] / fields["step_time_s"])
     assert "100 tokens" in fields["notes"]["rollout_s"]

@@ -34,7 +34,7 @@ def test_rewards_differ_between_texts():
 
 
 def test_the_table_sets_tokens_a_second_of_medians_beside_each_other():
-    predicted = RlPrediction(rollout_s=1.0, reward_s=0.0, log_prob_s=0.0, update_s=1.0, sync_s=0.0)
+    predicted = RlPrediction(rollout_s=1.0, log_prob_s=0.0, update_s=1.0, sync_s=0.0)
     own = [StepTime(step, 0.5, 100, {}) for step in (1.0, 2.0, 9.0)]
     theirs = [StepTime(8.0, 6.0, 100, {})]
     rows = {row["what"]: row for row in rows_of(predicted, own, theirs)}
