@@ -70,6 +70,10 @@ class Engine:
     def submit(self, prompt_ids: list[int], params: RequestParams) -> int:
         """Queue a request and return its id; UserError where it can never run."""
         self.check(prompt_ids, params)
+        return self.enqueue(prompt_ids, params)
+
+    def enqueue(self, prompt_ids: list[int], params: RequestParams) -> int:
+        """submit, once `check` has passed."""
         budget = min(params.max_new_tokens, self.runner.max_len - len(prompt_ids))
         request = Request(self.next_id, list(prompt_ids), params, budget, RequestText(self.tokenizer, params.stop))
         self.next_id += 1
@@ -186,7 +190,7 @@ class Engine:
             params = [replace(params, index=params.index + i) for i in range(len(prompts))]
         for prompt, own in zip(prompts, params, strict=True):
             self.check(prompt, own)
-        ids = [self.submit(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
+        ids = [self.enqueue(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
         found = {request_id: Completion(list(prompt)) for request_id, prompt in zip(ids, prompts, strict=True)}
         others = []
         while any(request_id in self.requests for request_id in ids):

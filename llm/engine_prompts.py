@@ -4,6 +4,7 @@ A piece is the next tokens of one prompt; its history are all tokens of that pro
 Places are where tokens lie in the cache: page * page_size + offset.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,7 +39,8 @@ def prompt_arrays(segments: list[Segment], page_size: int) -> PromptArrays:
         pages[row, : len(segment.request.pages)] = segment.request.pages
     piece, position = ragged(starts, counts, offsets)
     places = pages[piece, position // page_size] * page_size + position % page_size
-    ids = np.array([token_id for segment in segments for token_id in segment.token_ids], dtype=np.int64)
+    every_id = itertools.chain.from_iterable(segment.token_ids for segment in segments)
+    ids = np.fromiter(every_id, dtype=np.int64, count=offsets[-1])
     history = places
     if starts.any():
         whose, where = ragged(np.zeros_like(starts), starts + counts, history_offsets)
