@@ -16,7 +16,7 @@ from llm.plan_shapes_tensor import tensor_cuts
 from parallel.context_parallel_layout import padded_length
 from parallel.cost_model_tensor import cut_params
 from parallel.cost_model_traffic import DataLayout, Param
-from parallel.mesh_degrees import Degrees
+from parallel.mesh_degrees import Degrees, known_groups
 from parallel.pipeline_schedules import SPLIT_SCHEDULES
 
 
@@ -58,7 +58,7 @@ def rank_share(config: TrainConfig, params: list[Param], device: str, world_size
 
 
 def place_in_pipeline(degrees: Degrees, rank: int) -> int:
-    return next(ranks.index(rank) for ranks in degrees.groups("pp") if rank in ranks)
+    return next(ranks.index(rank) for ranks in known_groups(degrees, "pp") if rank in ranks)
 
 
 def stages_of(config: TrainConfig, place: int) -> list[range]:

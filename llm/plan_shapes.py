@@ -21,7 +21,7 @@ from parallel.cost_model_pipeline import pipeline_messages
 from parallel.cost_model_pipeline_fsdp import pipelined_fsdp_messages
 from parallel.cost_model_tensor import cut_params
 from parallel.cost_model_traffic import DataLayout, Message, Param, Traffic, step_messages, summed
-from parallel.mesh_degrees import Degrees
+from parallel.mesh_degrees import Degrees, known_groups
 
 
 def meta_params(model: ModelConfig, optimizer: str = "adamw", lora: LoraConfig = LoraConfig()) -> list[Param]:
@@ -77,14 +77,14 @@ def rank_messages(
     """Every collective that one rank takes part in during an optimizer step of a run with this config."""
     degrees = config.parallel.degrees().resolve(world_size)
     layout = data_layout(config.parallel, degrees, micro_batches, config.dtype)
-    row = next(ranks for ranks in degrees.groups("dp_shard_cp") if rank in ranks)
+    row = next(ranks for ranks in known_groups(degrees, "dp_shard_cp") if rank in ranks)
     place = row.index(rank)
     rows = config.global_batch_tokens // config.data.seq_len // degrees.dp
     bounds = [rows * index // micro_batches for index in range(micro_batches + 1)]
     counts = [tokens_of_rank(config, last - first) for first, last in pairwise(bounds)]
     activations: list[Message] = []
     if degrees.pp > 1:
-        place_in_pipeline = next(ranks.index(rank) for ranks in degrees.groups("pp") if rank in ranks)
+        place_in_pipeline = next(ranks.index(rank) for ranks in known_groups(degrees, "pp") if rank in ranks)
         cut = config.parallel.tp if config.parallel.sequence_parallel else 1
         parts = cut_params(params, tensor_cuts(params, config))
         crossing = pipeline_shape(parts, config, [count // cut for count in counts])

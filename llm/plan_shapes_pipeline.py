@@ -1,7 +1,7 @@
 """From our configs to the plain numbers of parallel/cost_model_pipeline: what a rank holds, and what crosses."""
 
 from llm.args import TrainConfig
-from llm.parallelize_pipeline import piece_of, stage_pieces
+from llm.parallelize_pipeline import stage_pieces
 from parallel.cost_model_pipeline import PipelineShape, known_schedule
 from parallel.cost_model_traffic import Param, norm_dtype
 from parallel.pipeline_schedules import Operation
@@ -9,10 +9,10 @@ from parallel.pipeline_schedules import Operation
 
 def rank_params(params: list[Param], config: TrainConfig, pp_rank: int) -> list[Param]:
     """The parameters of the stages on one rank of the pp axis, in the model's order; a tied table is the first's."""
-    parallel, layers = config.parallel, config.model.num_layers
+    parallel = config.parallel
     pieces = stage_pieces(config.model, config.data.seq_len, parallel.pp * parallel.pp_chunks)
     own = {piece for stage, part in enumerate(pieces) if stage % parallel.pp == pp_rank for piece in part}
-    return [param for param in params if piece_of(param.name, layers) in own]
+    return [param for param in params if param.stage in own]
 
 
 def pipeline_passes(

@@ -6,7 +6,14 @@ from functools import lru_cache
 
 from llm.args import TrainConfig
 from llm.parallelize_tensor import tensor_plan
-from parallel.cost_model_matrices import fsdp_starts, iteration_cost, owners_of, zero1_starts
+from parallel.cost_model_matrices import (
+    fsdp_held,
+    fsdp_starts,
+    iteration_cost,
+    owners_of,
+    zero1_held,
+    zero1_starts,
+)
 from parallel.cost_model_tensor import (
     TensorCut,
     TensorShape,
@@ -81,13 +88,14 @@ def held_elements(params: list[Param], asked: list[Param], layout: DataLayout, d
     """Elements of each of the parameters asked for whose gradient this data rank ends up with."""
     if layout.zero == 0 or layout.ranks == 1:
         return {param.name: param.numel for param in asked}
-    starts = zero1_starts(params, layout) if layout.zero == 1 else fsdp_starts(asked, layout)
-    return {name: ends[data_rank + 1] - ends[data_rank] for name, ends in starts.items()}
+    return zero1_held(params, layout, data_rank) if layout.zero == 1 else fsdp_held(asked, layout, data_rank)
 
 
 def matrix_elements(cut: list[Param], params: list[Param], layout: DataLayout, data_rank: int) -> int:
     """Elements of the cut matrices that this data rank transforms (Muon)."""
     matrices = [param for param in trainable(params) if param.matrix]
+    if not matrices:
+        return 0
     if layout.zero and layout.shard > 1:
         starts = zero1_starts(params, layout) if layout.zero == 1 else fsdp_starts(params, layout)
         shared = [p for p in matrices if any(start % math.prod(p.shape[-2:]) for start in starts[p.name])]

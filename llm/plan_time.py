@@ -16,7 +16,7 @@ from llm.hardware_calibration import Points, Rates
 from parallel.cost_model import Cluster, Link, Ring, collective_seconds
 from parallel.cost_model_timeline import Compute, StepTime, step_time
 from parallel.cost_model_traffic import DataLayout, Message
-from parallel.mesh_degrees import AXES, Degrees
+from parallel.mesh_degrees import AXES, Degrees, known_groups
 from parallel.pipeline_schedules_simulation import Simulation
 
 # Of a square product's peak, by its width: 8192 measured (798 of 989 TFLOP/s), the narrower ones assumed.
@@ -114,7 +114,7 @@ def message_seconds(degrees: Degrees, cluster: Cluster) -> Callable[[Message], f
     """A function from a message to its seconds on an idle link."""
     rings = {}
     for axis in AXES:
-        ranks = degrees.groups(axis)[0]
+        ranks = known_groups(degrees, axis)[0]
         rings[axis] = Ring(len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1)
     known: dict[tuple[str, str, int], float] = {}  # layers send alike
 

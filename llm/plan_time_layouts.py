@@ -12,7 +12,7 @@ from llm.args import TrainConfig
 from llm.cost_model_counts import Workload
 from llm.cost_model_time import attention_times, block_products_s, output_product_s, predict_step_time
 from llm.hardware_calibration import Rates
-from llm.plan_rank import RankShare, rank_share
+from llm.plan_rank import RankShare, rank_share, stages_of
 from llm.plan_shapes import rank_messages
 from llm.plan_shapes_pipeline import pipeline_shape
 from llm.plan_time import RankTime, compute_of, message_seconds
@@ -22,7 +22,7 @@ from parallel.cost_model_context import ring_backward_time, ring_forward_time
 from parallel.cost_model_pipeline import simulate_stages
 from parallel.cost_model_timeline import Compute, StepTime, step_time
 from parallel.cost_model_traffic import ITEM_BYTES, Message, Param
-from parallel.mesh_degrees import Degrees
+from parallel.mesh_degrees import Degrees, known_groups
 from parallel.pipeline_schedules import SPLIT_SCHEDULES
 from parallel.pipeline_schedules_simulation import Durations, Simulation
 
@@ -158,8 +158,8 @@ def ring_waits(
 
 def pipeline_time(config: TrainConfig, params: list[Param], machine: Machine, degrees: Degrees, rank: int) -> RankTime:
     """All stages on paper, then the sums over the data ranks and the update of the rank that is last to end."""
-    neighbours = next(ranks for ranks in degrees.groups("pp") if rank in ranks)
-    works = [rank_work(config, params, machine, degrees, other) for other in neighbours]
+    neighbours = next(ranks for ranks in known_groups(degrees, "pp") if rank in ranks)
+    works = works_of(config, params, machine, degrees, neighbours)
     seconds_of = message_seconds(degrees, machine.cluster)
     simulation = simulated(config, params, works, seconds_of)
     ends = [ends_s(work, config, seconds_of) for work in works]
@@ -177,6 +177,23 @@ def pipeline_time(config: TrainConfig, params: list[Param], machine: Machine, de
     if sums:  # which nothing hides
         waits[sums[0].axis] = sum(ends[neighbours.index(rank)])
     return RankTime(step, own.host_s, idle, simulation, waits)
+
+
+def works_of(
+    config: TrainConfig, params: list[Param], machine: Machine, degrees: Degrees, neighbours: tuple[int, ...]
+) -> list[RankWork]:
+    """Every rank's work; ranks with as many blocks and the same ends do the same, so one of them is counted for all.
+
+    Not under ZeRO-2 and 3, whose messages are placed by the blocks' numbers.
+    """
+    layers, known, works = config.model.num_layers, {}, []
+    for place, rank in enumerate(neighbours):
+        stages = tuple(stages_of(config, place))
+        kind = tuple((0 in stage, layers + 1 in stage, len(stage)) for stage in stages)
+        if kind not in known or config.parallel.zero >= 2:
+            known[kind] = rank_work(config, params, machine, degrees, rank)
+        works.append(replace(known[kind], share=replace(known[kind].share, stages=stages)))
+    return works
 
 
 def simulated(

@@ -42,6 +42,27 @@ def fsdp_starts(params: list[Param], layout: DataLayout) -> dict[str, list[int]]
     return {p.name: [min(rank * block_of(p, layout.shard), p.numel) for rank in ranks] for p in params}
 
 
+def fsdp_held(params: list[Param], layout: DataLayout, rank: int) -> dict[str, int]:
+    """Elements of every parameter on one rank: `fsdp_starts` of that rank alone."""
+    held = {}
+    for param in params:
+        block = block_of(param, layout.shard)
+        held[param.name] = min((rank + 1) * block, param.numel) - min(rank * block, param.numel)
+    return held
+
+
+def zero1_held(params: list[Param], layout: DataLayout, rank: int) -> dict[str, int]:
+    """The same of equal parts of flat buckets: `zero1_starts` of one rank alone."""
+    held = {}
+    for bucket in zero1_buckets(trainable(params), layout):
+        share, offset = padded_bucket(bucket, layout.shard) // layout.shard, 0
+        for param in bucket:
+            first, end = (min(max(edge * share - offset, 0), param.numel) for edge in (rank, rank + 1))
+            held[param.name] = end - first
+            offset += round_up(param.numel, BUCKET_ALIGNMENT)
+    return held
+
+
 def zero1_starts(params: list[Param], layout: DataLayout) -> dict[str, list[int]]:
     """The same where equal parts of flat buckets fall to the ranks."""
     starts = {}

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from parallel.cost_model_traffic import ITEM_BYTES, Message
 from parallel.pipeline_schedules import Schedule, build_schedule
-from parallel.pipeline_schedules_program import Exchange, program_of
+from parallel.pipeline_schedules_program import Exchange, Program, program_of
 from parallel.pipeline_schedules_simulation import Durations, Simulation, simulate
 
 AXIS = "pp"
@@ -23,6 +23,12 @@ PIPELINE_WAITS = ("exchange", "all_reduce_sum")  # in which a rank waits for oth
 def known_schedule(name: str, ranks: int, micro_batches: int, chunks: int) -> Schedule:
     """build_schedule, of which a plan asks for the same ones again and again."""
     return build_schedule(name, ranks, micro_batches, chunks)
+
+
+@lru_cache(maxsize=1024)
+def known_program(name: str, ranks: int, micro_batches: int, chunks: int, rank: int) -> Program:
+    """program_of such a schedule."""
+    return program_of(known_schedule(name, ranks, micro_batches, chunks), rank)
 
 
 @dataclass(frozen=True)
@@ -54,10 +60,10 @@ def pipeline_messages(shape: PipelineShape, rank: int) -> Iterator[Message]:
         yield Message("exchange", AXIS, shape.table_dtype, shape.ranks, table, "forward")
         if shape.table_learns:
             yield Message("exchange", AXIS, shape.table_dtype, shape.ranks, table, "backward")
-    schedule = known_schedule(shape.schedule, shape.ranks, len(shape.tokens), shape.chunks)
-    for step in program_of(schedule, rank):
+    sizes = shape.boundary_bytes
+    for step in known_program(shape.schedule, shape.ranks, len(shape.tokens), shape.chunks, rank):
         if isinstance(step, Exchange):
-            nbytes = sum(shape.boundary_bytes[message.micro_batch] for message in step.sends or step.receives)
+            nbytes = sum(sizes[message.micro_batch] for message in step.sends or step.receives)
             yield Message("exchange", AXIS, shape.dtype, shape.ranks, nbytes, "forward")
     yield Message("all_reduce_sum", AXIS, shape.norm_dtype, shape.ranks, ITEM_BYTES[shape.norm_dtype], "host")
 

@@ -10,15 +10,16 @@ so both send the same bytes through a rank, 2 (P - 1) / P of N C a crossing. The
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 from parallel.cost_model_traffic import ITEM_BYTES, Message, Param, norm_dtype, trainable
 
 AXIS = "tp"
 
 
-@dataclass(frozen=True)
-class TensorCut:
+class TensorCut(NamedTuple):
     """One parameter's cut: dim None where every rank holds the whole, else in `parts` parts along it."""
 
     dim: int | None = None
@@ -50,6 +51,7 @@ def cut_params(params: list[Param], cuts: dict[str, TensorCut]) -> list[Param]:
     return [cut_param(param, cuts[param.name]) for param in params]
 
 
+@lru_cache(maxsize=1 << 14)
 def cut_param(param: Param, cut: TensorCut) -> Param:
     if cut.dim is None:
         return param
@@ -61,8 +63,13 @@ def cut_param(param: Param, cut: TensorCut) -> Param:
 def activation_messages(shape: TensorShape, micro_batch_tokens: list[int]) -> Iterator[Message]:
     """The crossings and the loss of each micro-batch of so many tokens."""
     for index, tokens in enumerate(micro_batch_tokens):
-        yield from forward_messages(shape, tokens, index)
-        yield from backward_messages(shape, tokens, index)
+        yield from micro_batch_messages(shape, tokens, index)
+
+
+@lru_cache(maxsize=256)
+def micro_batch_messages(shape: TensorShape, tokens: int, index: int) -> tuple[Message, ...]:
+    """Of one micro-batch; layouts that differ in their data ranks alone send the same ones."""
+    return (*forward_messages(shape, tokens, index), *backward_messages(shape, tokens, index))
 
 
 def forward_messages(shape: TensorShape, tokens: int, index: int) -> Iterator[Message]:
@@ -122,7 +129,7 @@ def in_chunks(shape: TensorShape, message: Message | None) -> Iterator[Message]:
     if message is not None and shape.chunks == 1:
         yield message
     elif message is not None:
-        yield from [replace(message, nbytes=message.nbytes // shape.chunks)] * shape.chunks
+        yield from [message._replace(nbytes=message.nbytes // shape.chunks)] * shape.chunks
 
 
 def gradient_messages(

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from parallel.cost_model_traffic import DataLayout, Message
 
@@ -51,8 +52,7 @@ class StepTime:
         return max(0.0, self.step_s - self.compute_s)
 
 
-@dataclass(frozen=True)
-class Instruction:
+class Instruction(NamedTuple):
     """ "compute" for `seconds` and wait within them for `stall_s`, or "start" or "wait" for `message`."""
 
     kind: str

@@ -8,6 +8,8 @@ not asked of ddp, sharded_optimizer and fsdp: a prediction that ran their code w
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint8": 1}
 BUCKET_ALIGNMENT = 64  # elements, of each parameter in a ZeRO-1 bucket and of each rank's part of it
@@ -27,7 +29,10 @@ class Param:
     trainable: bool = True
     matrix: bool = False  # updated as a whole matrix (Muon)
 
-    @property
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 
@@ -60,9 +65,8 @@ class DataLayout:
         return self.zero >= 2
 
 
-@dataclass(frozen=True)
-class Message:
-    """One collective: what the log says of it, and where in the step it is sent.
+class Message(NamedTuple):
+    """One collective: what the log says of it, and where in the step it is sent (a plan makes millions of these).
 
     `phase`: "forward" before that stage's forward, "backward" after that stage's backward (gathers: before it),
     "matrices" around the update of whole matrices, "optimizer" after the update of its part, "host" for a few numbers
@@ -254,8 +258,8 @@ def gradient_share(unit: list[Param], layout: DataLayout) -> int:
 
 def block_of(param: Param, ranks: int) -> int:
     """Elements of a parameter on each rank: its rows are cut into equal blocks, the last ones short or empty."""
-    rows = -(-(param.shape[0] if param.shape else 1) // ranks)
-    return rows * math.prod(param.shape[1:])
+    rows = max(1, param.shape[0]) if param.shape else 1
+    return -(-rows // ranks) * (param.numel // rows)
 
 
 def stage_of(unit: list[Param]) -> int:

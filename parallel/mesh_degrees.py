@@ -5,6 +5,7 @@ Axes, outermost first: pp, dp_replicate, dp_shard, cp, tp. So tp neighbours are 
 """
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -80,3 +81,9 @@ class Degrees:
         across = [dim for dim in range(grid.ndim) if dim not in along]
         size = int(np.prod([grid.shape[dim] for dim in along]))
         return grid.transpose(across + along).reshape(-1, size).tolist()
+
+
+@lru_cache(maxsize=256)
+def known_groups(degrees: Degrees, axis: str) -> tuple[tuple[int, ...], ...]:
+    """`degrees.groups(axis)`, of which a plan asks for the same ones again and again."""
+    return tuple(map(tuple, degrees.groups(axis)))
