@@ -93,3 +93,22 @@ def test_peak_memory_of_every_rank_matches_live_tensors(name):
     for rank, peak in enumerate(measured):
         predicted = layout_memory(config, params, "cpu", world_size, rank)
         assert peak == pytest.approx(predicted.peak_bytes, rel=MEMORY_RATIO), (rank, predicted.phases_bytes)
+
+
+def test_a_pipeline_needs_less_the_more_of_it_is_sharded():
+    """On paper, of the first rank in bfloat16, where parameters outweigh activations: blocks of 3M."""
+    model = replace(MODEL, d_model=512, d_ff=1408, num_layers=48, num_kv_heads=4)
+    params, found = meta_params(model), {}
+    for zero in (1, 2, 3):
+        config = config_of(1, 8, pp=2, dp=4, zero=zero)
+        found[zero] = layout_memory(replace(config, model=model, dtype="bfloat16"), params, "cuda", 8)
+    block = sum(param.numel for param in params if param.in_block) // 48
+    blocks = len(found[2].state.gathered_blocks)
+    assert found[3].state.weights == found[2].state.weights < 0.3 * found[1].state.weights
+    # ZeRO-2 keeps all blocks and full sums, ZeRO-3 two blocks, a message and shards of the sums.
+    between = found[2].peak_bytes - found[3].peak_bytes
+    assert between == pytest.approx(2 * block * (blocks - 3) + 4 * block * (blocks - 1) * 3 // 4, rel=0.1)
+    # ZeRO-1 has weights in float32, and autocast's copy of them for each of two micro-batches under way; ZeRO-2 has a
+    # quarter of them and all in bfloat16.
+    between = found[1].peak_bytes - found[2].peak_bytes
+    assert between == pytest.approx((4 * 3 / 4 - 2 + 2 * 2) * block * blocks, rel=0.1)
