@@ -118,17 +118,23 @@ class Benchmark:
         seconds, completions = timed(lambda: engine.generate(prompts, params), self.device, 3)
         predicted = self.predict(prompts, new)
         ours = sum(new) / seconds
-        self.add(f"{name}: engine", sum(new), seconds, predicted.seconds, predicted.bound)
+        one = RequestParams(GREEDY, max_new_tokens=1)
+        times = self.token_times(lambda: engine.generate(prompts, one), seconds, max(new))
+        self.add(f"{name}: engine", sum(new), seconds, predicted.seconds, predicted.bound, **times)
         engine = None  # its pages are the peer's now
         if not self.arguments.no_peers:
             run = lambda: transformers_generate(self.foreign, prompts, max(new))  # noqa: E731
             warm_up = lambda: transformers_generate(self.foreign, prompts, 4)  # noqa: E731
             seconds, _ = timed(run, self.device, 1, warm_up)
-            theirs = sum(new) / seconds
-            self.add(
-                f"{name}: transformers", sum(new), seconds, predicted.seconds, predicted.bound, engine_is=ours / theirs
-            )
+            times = self.token_times(lambda: transformers_generate(self.foreign, prompts, 1), seconds, max(new))
+            times["engine_is"] = ours * seconds / sum(new)
+            self.add(f"{name}: transformers", sum(new), seconds, predicted.seconds, predicted.bound, **times)
         return [completion.token_ids for completion in completions]
+
+    def token_times(self, one_token: Callable[[], Any], seconds: float, longest: int) -> dict[str, float]:
+        """Until all requests have their first token, and between two after that, of a batch that took `seconds`."""
+        first_s, _ = timed(one_token, self.device, 2)
+        return {"first_token_ms": 1e3 * first_s, "token_ms": 1e3 * (seconds - first_s) / max(1, longest - 1)}
 
     def tune_few(self, engine: Engine, prompts: list[list[int]]) -> None:
         """The kernels of a few rows, timed once, on the first batch that runs by them."""
