@@ -68,7 +68,7 @@ def few_rows_candidates(default: FewRowsConfig) -> tuple[list[FewRowsConfig], li
     )
     return [deeper], [
         replace(default, attend_warps=4, attend_registers=128),
-        replace(default, attend_warps=4, block_s=32),
+        replace(default, attend_warps=1, block_s=32),
     ]
 
 
