@@ -117,7 +117,8 @@ def parallelize(model: nn.Module, config: TrainConfig, mesh: Mesh) -> Paralleliz
     apply_kernels(model, config.kernels, mesh.device)
     convert(model, config)
     deferred = apply_deferral(model, config, mesh)
-    tensor_layout = apply_tensor(model, config, mesh)  # before the stages, which then exchange parts of a tied table
+    # Before the stages, which then exchange parts of a tied table.
+    tensor_layout = apply_tensor(model, config, mesh, deferred)
     stages = apply_pipeline(model, config, mesh, deferred)
     shards = apply_context(model, config, mesh)
     for block in model.blocks.values():

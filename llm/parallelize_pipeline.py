@@ -60,11 +60,6 @@ def check_pipeline(config: TrainConfig) -> None:
     build_schedule(parallel.pp_schedule, parallel.pp, 1, parallel.pp_chunks)
     if parallel.ep > 1:
         raise UserError(f"parallel.ep={parallel.ep} with parallel.pp={parallel.pp} is not implemented yet; use ep=1")
-    if parallel.tp_chunks > 1 and parallel.pp_schedule in SPLIT_SCHEDULES:
-        raise UserError(
-            f"parallel.tp_chunks={parallel.tp_chunks} makes weight gradients chunk by chunk, and "
-            f"parallel.pp_schedule={parallel.pp_schedule} puts them aside; use parallel.tp_chunks=1, or 1f1b"
-        )
     if config.compile == "model":
         raise UserError(f"compile=model sees no whole model under parallel.pp={parallel.pp}; use compile=block")
     if parallel.pp_schedule in SPLIT_SCHEDULES and config.compile != "none":

@@ -15,6 +15,7 @@ from configs.errors import UserError
 from llm.args import ModelConfig, TrainConfig
 from llm.transformer_linear import linear
 from parallel.mesh import Mesh
+from parallel.pipeline_parallel_backward import DeferredGradients
 from parallel.tensor_parallel import Plan, TensorLayout, TensorSettings, apply_tensor_parallel
 from parallel.tensor_parallel_strategy import TensorParallel
 
@@ -72,16 +73,25 @@ def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def apply_tensor(model: nn.Module, config: TrainConfig, mesh: Mesh) -> TensorLayout | None:
-    """Cut the model over the tp axis, in place; None, with nothing done, where that axis has one rank."""
+def apply_tensor(
+    model: nn.Module, config: TrainConfig, mesh: Mesh, deferred: DeferredGradients | None = None
+) -> TensorLayout | None:
+    """Cut the model over the tp axis, in place; None, with nothing done, where that axis has one rank.
+
+    `deferred` is what stands in the products under a pipeline whose backward is split.
+    """
     if not mesh.is_active("tp"):
         return None
     check_tensor(config)
     present = {name for name, _ in model.named_modules()}
     plan = {name: style for name, style in tensor_plan(config.model).items() if name not in ENDS or name in present}
     parallel = config.parallel
-    plain = (F.linear, linear)
-    settings = TensorSettings(config.model.num_kv_heads, parallel.sequence_parallel, parallel.tp_chunks, plain)
+    plain, later = (F.linear, linear), None
+    if deferred is not None:
+        plain, later = (*plain, deferred.matmul), deferred.put_aside
+    settings = TensorSettings(
+        config.model.num_kv_heads, parallel.sequence_parallel, parallel.tp_chunks, plain, later=later
+    )
     return apply_tensor_parallel(model, plan, mesh, settings)
 
 

@@ -47,6 +47,11 @@ class DeferredGradients:
         """What the next backward pass leaves to do belongs to `key`."""
         self.current = self.waiting[key] = []
 
+    def put_aside(self, weights: Sequence[Tensor], rows: Tensor, gradients: Sequence[Tensor]) -> None:
+        """Leave to the current key the gradients of weights that read `rows` (N, in), outputs' `gradients` (N, out)."""
+        assert self.current is not None, "a deferred weight gradient needs begin() before its backward pass"
+        self.current += [(weight, rows, own) for weight, own in zip(weights, gradients, strict=True)]
+
     def matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x weight^T + bias: (..., in) -> (..., out), as F.linear, under autocast in its dtype."""
         return self.products(x, [weight], [bias])[0]
@@ -81,7 +86,7 @@ class DeferredGradients:
             while kept and len(weights) < TOGETHER:
                 weight, rows, gradients = kept.pop()
                 factors = (gradients.t(), rows)  # (out, N), (N, in)
-                if weight.grad is not None and not has_hooks(weight):
+                if weight.is_leaf and weight.grad is not None and not has_hooks(weight):
                     add_product(weight.grad, *factors)
                     continue
                 products.append(product(*factors, weight.dtype))  # (out, in)
@@ -145,8 +150,7 @@ class DeferredProducts(torch.autograd.Function):
         x, *matrices = ctx.saved_tensors
         rows = x.reshape(-1, x.shape[-1])  # (N, in)
         flat = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]  # (N, out)
-        assert ctx.deferred.current is not None, "a deferred weight gradient needs begin() before its backward pass"
-        ctx.deferred.current += [(weight, rows, own) for weight, own in zip(ctx.weights, flat, strict=True)]
+        ctx.deferred.put_aside(ctx.weights, rows, flat)
         dx = torch.mm(flat[0], matrices[0])  # (N, in)
         for own, matrix in zip(flat[1:], matrices[1:], strict=True):
             dx.addmm_(own, matrix)

@@ -26,7 +26,7 @@ from parallel.collectives import broadcast
 from parallel.collectives_operators import along
 from parallel.mesh import Mesh
 from parallel.tensor_parallel_operators import Crossing, GatherColumns
-from parallel.tensor_parallel_overlap import Chunks, OverlappedColumns, OverlappedRow, check_plain
+from parallel.tensor_parallel_overlap import Chunks, Later, OverlappedColumns, OverlappedRow, check_plain
 from parallel.tensor_parallel_placement import Placement, place
 
 Plan = dict[str, str]
@@ -38,7 +38,8 @@ WHOLE_FACTOR = {"column": "lora_a", "kv": "lora_a", "row": "lora_b"}  # of a lay
 class TensorSettings:
     """How the model is cut; `kv_heads` limits the parts of "kv" layers.
 
-    `chunks` above 1: tokens cross in as many pieces beside the products, which must be `plain` ones.
+    `chunks` above 1: tokens cross in as many pieces beside the products, which must be `plain` ones; `later` then takes
+    what their weights' gradients need (tensor_parallel_overlap).
     """
 
     kv_heads: int
@@ -46,6 +47,7 @@ class TensorSettings:
     chunks: int = 1
     plain: tuple[Callable, ...] = (torch.nn.functional.linear,)
     axis: str = "tp"
+    later: Later | None = None
 
     def __post_init__(self) -> None:
         if self.chunks > 1 and not self.sequence_parallel:
@@ -278,7 +280,11 @@ def swap_column(parent: nn.Module, module: nn.Module, layout: TensorLayout) -> N
 
 
 def overlapped_columns(layout: TensorLayout) -> OverlappedColumns:
-    return OverlappedColumns(Chunks(layout.mesh, layout.axis, layout.settings.chunks), layout.settings.plain)
+    return OverlappedColumns(chunks_of(layout), layout.settings.plain)
+
+
+def chunks_of(layout: TensorLayout) -> Chunks:
+    return Chunks(layout.mesh, layout.axis, layout.settings.chunks, layout.settings.later)
 
 
 def swap_row(module: nn.Module, layout: TensorLayout) -> None:
@@ -286,7 +292,7 @@ def swap_row(module: nn.Module, layout: TensorLayout) -> None:
         layout.swap(module, "matmul", Row(module.matmul, layout.crossing))
         return
     check_plain(module.matmul, layout.settings.plain)
-    layout.swap(module, "matmul", OverlappedRow(Chunks(layout.mesh, layout.axis, layout.settings.chunks)))
+    layout.swap(module, "matmul", OverlappedRow(chunks_of(layout)))
 
 
 def swap_vocab(module: nn.Module, layout: TensorLayout) -> None:

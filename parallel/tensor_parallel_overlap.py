@@ -23,15 +23,18 @@ from parallel.collectives_pending import Pending
 from parallel.mesh import Mesh
 
 STREAM = "tensor"
+# Takes weights, the rows (N, in) that they read and their outputs' gradients (N, out), to make the weights' later.
+Later = Callable[[Sequence[Tensor], Tensor, Sequence[Tensor]], None]
 
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """How tokens cross: over which axis, in how many pieces."""
+    """How tokens cross: over which axis, in how many pieces; `later`: weight gradients are not made in backward."""
 
     mesh: Mesh
     axis: str
     count: int
+    later: Later | None = None
 
     @property
     def ranks(self) -> int:
@@ -48,6 +51,10 @@ class Chunks:
         """(P m, C) summed over the ranks, of which this one's m rows go to `out` (m, C)."""
         return start_reduce_scatter(chunk.view(-1), self.mesh, self.axis, out.view(-1), STREAM)
 
+    def puts_aside(self, x: Tensor, weights: Sequence[Tensor]) -> bool:
+        """Whether `later` takes these weights' gradients: not where backward ends, which gives nothing first."""
+        return self.later is not None and x.requires_grad and all(weight.requires_grad for weight in weights)
+
     def split(self, x: Tensor) -> Tensor:
         """Rows (N, ...) as (count, N / count, ...)."""
         return x.reshape(self.count, -1, x.shape[-1])
@@ -60,10 +67,13 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 
 class GatheredProducts(torch.autograd.Function):
-    """x (B, T/P, C), columns (out/P, C), as many biases or None -> outputs (B, T, out/P)."""
+    """x (B, T/P, C), columns (out/P, C), as many biases or None -> outputs (B, T, out/P).
+
+    `learning`: the weights whose gradients are put aside; they go in unseen by autograd, or their hooks would fire.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, chunks: Chunks, *parameters: Tensor | None):
+    def forward(ctx: Any, x: Tensor, chunks: Chunks, learning: Sequence[Tensor], *parameters: Tensor | None):
         count = len(parameters) // 2
         weights, biases = parameters[:count], parameters[count:]
         dtype = product_dtype(x)
@@ -77,7 +87,7 @@ class GatheredProducts(torch.autograd.Function):
                 if bias is not None:
                     out[index] += bias.to(dtype)
         ctx.save_for_backward(full, *matrices)
-        ctx.chunks, ctx.shape, ctx.dtype = chunks, x.shape, x.dtype
+        ctx.chunks, ctx.learning, ctx.shape, ctx.dtype = chunks, learning, x.shape, x.dtype
         ctx.kinds = [None if parameter is None else parameter.dtype for parameter in parameters]
         B, tokens, _ = x.shape
         return tuple(out.view(B, tokens * chunks.ranks, -1) for out in outputs)
@@ -97,26 +107,33 @@ class GatheredProducts(torch.autograd.Function):
             pendings.append(chunks.start_scatter(dchunk, dx[index]))
         rows = full.view(-1, full.shape[-1])
         flat = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
-        dweights = [torch.mm(g.t(), rows).to(kind) for g, kind in zip(flat, ctx.kinds[:count], strict=True)]
+        if ctx.learning:
+            chunks.later(ctx.learning, rows, flat)
+            dweights = [None] * count
+        else:
+            dweights = [torch.mm(g.t(), rows).to(kind) for g, kind in zip(flat, ctx.kinds[:count], strict=True)]
         dbiases = [
             None if kind is None else g.sum(0, dtype=kind) for g, kind in zip(flat, ctx.kinds[count:], strict=True)
         ]
         for pending in pendings:
             pending.wait()
-        return dx.view(ctx.shape).to(ctx.dtype), None, *dweights, *dbiases
+        return dx.view(ctx.shape).to(ctx.dtype), None, None, *dweights, *dbiases
 
 
 class ScatteredProduct(torch.autograd.Function):
-    """x (B, T, in/P), rows (C, in/P) -> the sum over ranks as the cut stream has it, (B, T/P, C)."""
+    """x (B, T, in/P), rows (C, in/P) -> the sum over ranks as the cut stream has it, (B, T/P, C).
+
+    `learning` as in GatheredProducts.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, chunks: Chunks) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, chunks: Chunks, learning: Sequence[Tensor]) -> Tensor:
         dtype = product_dtype(x)
         pieces, matrix = chunks.split(x.to(dtype)), weight.to(dtype)
         y = pieces.new_empty(chunks.count, pieces.shape[1] // chunks.ranks, len(weight))
         pendings = [chunks.start_scatter(torch.mm(p, matrix.t()), out) for p, out in zip(pieces, y, strict=True)]
         ctx.save_for_backward(pieces, matrix)
-        ctx.chunks, ctx.shape, ctx.kinds = chunks, x.shape, (x.dtype, weight.dtype)
+        ctx.chunks, ctx.learning, ctx.shape, ctx.kinds = chunks, learning, x.shape, (x.dtype, weight.dtype)
         for pending in pendings:
             pending.wait()
         return y.view(x.shape[0], x.shape[1] // chunks.ranks, -1)
@@ -130,9 +147,13 @@ class ScatteredProduct(torch.autograd.Function):
         for index, pending in enumerate(pendings):
             pending.wait()
             torch.mm(full[index], matrix, out=dx[index])
-        rows = pieces.view(-1, pieces.shape[-1])
-        dweight = torch.mm(full.view(-1, full.shape[-1]).t(), rows)
-        return dx.view(ctx.shape).to(ctx.kinds[0]), dweight.to(ctx.kinds[1]), None
+        rows, flat = pieces.view(-1, pieces.shape[-1]), full.view(-1, full.shape[-1])
+        if ctx.learning:
+            ctx.chunks.later(ctx.learning, rows, [flat])
+            dweight = None
+        else:
+            dweight = torch.mm(flat.t(), rows).to(ctx.kinds[1])
+        return dx.view(ctx.shape).to(ctx.kinds[0]), dweight, None, None
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +168,9 @@ class OverlappedColumns:
         for layer in layers:
             check_plain(layer.matmul, self.plain)
         weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-        return list(GatheredProducts.apply(x, self.chunks, *weights, *biases))
+        learning = weights if self.chunks.puts_aside(x, weights) else []
+        seen = [weight.detach() for weight in learning] or weights
+        return list(GatheredProducts.apply(x, self.chunks, learning, *seen, *biases))
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,7 +181,8 @@ class OverlappedRow:
 
     @torch.compiler.disable
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        y = ScatteredProduct.apply(x, weight, self.chunks)
+        learning = [weight] if self.chunks.puts_aside(x, [weight]) else []
+        y = ScatteredProduct.apply(x, weight.detach() if learning else weight, self.chunks, learning)
         return y if bias is None else y + bias.to(y.dtype)
 
 

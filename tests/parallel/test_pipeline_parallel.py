@@ -107,7 +107,6 @@ def test_weights_cast_once_a_step_are_those_of_that_step():
 @pytest.mark.parametrize(
     ("parallel", "message"),
     [
-        ({"pp": 2, "tp": 2, "tp_chunks": 2, "pp_schedule": "zero_bubble"}, "parallel.tp_chunks=2 makes weight"),
         ({"pp": 5}, "5 stages need as many pieces"),
         ({"pp": 2, "pp_chunks": 2}, "pp_chunks=2 does not fit"),
     ],

@@ -108,5 +108,6 @@ SLOW_GRID = layouts(
     "dp=4,pp=2,dp_shard=2,zero=2", "dp=4,pp=2,dp_shard=2,zero=3", "dp=2,pp=2,zero=3,reduce_dtype=bfloat16",
     "dp=2,pp=2,zero=3,activation_checkpointing=full", "dp=2,pp=2,zero=2,activation_checkpointing=selective",
     "dp=2,tp=2,pp=2,zero=2", "dp=2,tp=2,pp=2,zero=3", "dp=2,tp=2,pp=2,zero=3,pp_schedule=zero_bubble",
+    "tp=2,pp=2,tp_chunks=2,pp_schedule=zero_bubble", "dp=2,tp=2,pp=2,tp_chunks=2,zero=3,pp_schedule=zero_bubble",
     "cp=2,pp=2,zero=2", "dp=2,cp=2,pp=2,zero=3", "cp=2,tp=2,pp=2,zero=3", "cp=2,pp=2,zero=3,cp_mode=ulysses",
 )  # fmt: skip

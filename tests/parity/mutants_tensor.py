@@ -75,4 +75,15 @@ TENSOR_MUTANTS = [
         "self.strategy.transform([self.place(param) for param in params], tensors, function)", "function(tensors)",
         "tp=2", MUON,
     ),
+    Mutant(
+        "zero-bubble in chunks: columns' weight gradients of rows in another order",
+        "parallel.tensor_parallel_overlap:GatheredProducts.backward", "chunks.later(ctx.learning, rows, flat)",
+        "chunks.later(ctx.learning, rows.flip(0), flat)", "tp=2,pp=2,tp_chunks=2,pp_schedule=zero_bubble",
+    ),
+    Mutant(
+        "zero-bubble in chunks: rows' weight gradients of one rank's tokens",
+        "parallel.tensor_parallel_overlap:ScatteredProduct.backward", "later(ctx.learning, rows, [flat])",
+        "later(ctx.learning, rows, [flat * (torch.arange(len(flat)) % 2)[:, None]])",
+        "tp=2,pp=2,tp_chunks=2,pp_schedule=zero_bubble",
+    ),
 ]  # fmt: skip
