@@ -3,6 +3,7 @@
 import json
 
 from configs.report import build_page, read_run
+from configs.report_figures import loss_figure
 from configs.report_rl import completions_section, rl_figures
 
 LINES = [
@@ -38,3 +39,9 @@ def test_the_page_of_a_run_shows_both(tmp_path):
     (tmp_path / "completions.jsonl").write_text(json.dumps(ATTACK) + "\n")
     page = build_page(read_run(tmp_path))
     assert "Where a batch" in page and "<h2>Completions</h2>" in page and "<script>alert" not in page
+
+
+def test_a_policys_loss_is_not_shown_as_nats_that_fall():
+    policy, plain = (loss_figure([{"step": 1, "loss": 2.0} | fields]) for fields in ({"reward": 0.5}, {}))
+    assert "straight line" in plain.caption and plain.log_x_switch and plain.y_title == "loss (nats)"
+    assert "straight line" not in policy.caption and not policy.log_x_switch and policy.traces[0]["y"] == [2.0]
