@@ -45,7 +45,9 @@ def apply_fsdp(
         raise UserError("the model is on the meta device; give apply_fsdp a `fill` that writes its initial weights")
     move_buffers(model, mesh.device)
     built = []
-    for named in filter(None, assign(model, modules)):  # of a pipeline rank everything may be in blocks
+    root, *blocks = assign(model, modules)
+    assert all(blocks), "a unit without parameters"
+    for named in [root, *blocks] if root else blocks:  # of a pipeline rank everything may be in blocks
         built.append(build_unit(named, mesh, settings))
         write_shards(built[-1], dict(named), mesh, settings, fill)
         replace_parameters(model, dict(named), built[-1])
@@ -65,7 +67,6 @@ def assign(model: nn.Module, modules: list[nn.Module]) -> list[Named]:
     names = {id(param): name for name, param in model.named_parameters()}
     owned = [[(names[id(param)], param) for param in module.parameters() if uses[id(param)] == 1] for module in modules]
     taken = {name for named in owned for name, _ in named}
-    assert all(owned), "a unit without parameters"
     return [[(name, param) for name, param in model.named_parameters() if name not in taken], *owned]
 
 
