@@ -211,11 +211,11 @@ class Planner:
         return rank_messages(self.params, train, self.config.world_size, micro_batches)
 
     def evaluate(self, choice: Choice, micro_batches: int, memory: RankMemory) -> PlanRow:
-        world_size, machine = self.config.world_size, Machine("cuda", self.rates, self.cluster)
+        world_size, machine, known = self.config.world_size, Machine("cuda", self.rates, self.cluster), {}
 
         def measure(count: int) -> dict[str, float]:
             """Seconds and bytes with so many micro-batches."""
-            time = layout_time(self.train_config(choice, count), self.params, machine, world_size)
+            time = layout_time(self.train_config(choice, count), self.params, machine, world_size, known=known)
             step, idle = time.step, time.idle_s or 0.0
             return {"step_s": step.step_s, "compute_s": step.compute_s, "host_s": time.host_s, "idle_s": idle}
 

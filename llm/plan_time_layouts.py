@@ -58,12 +58,25 @@ class RankWork:
         return waits
 
 
-def layout_time(config: TrainConfig, params: list[Param], machine: Machine, world_size: int, rank: int = 0) -> RankTime:
-    """Seconds of one optimizer step as rank `rank` sees it; `params` are the whole model's, config is resolved."""
+KnownMessages = dict[int, list[Message]]  # by rank of a pipeline: those of one micro-batch
+
+
+def layout_time(
+    config: TrainConfig,
+    params: list[Param],
+    machine: Machine,
+    world_size: int,
+    rank: int = 0,
+    known: KnownMessages | None = None,
+) -> RankTime:
+    """Seconds of one optimizer step as rank `rank` sees it; `params` are the whole model's, config is resolved.
+
+    Who asks for one pipeline with several numbers of micro-batches gives the same `known`, empty at first.
+    """
     degrees = config.parallel.degrees().resolve(world_size)
     seconds_of = message_seconds(degrees, machine.cluster)
     if degrees.pp > 1:
-        return pipeline_time(config, params, machine, degrees, rank)
+        return pipeline_time(config, params, machine, degrees, rank, known)
     own = rank_work(config, params, machine, degrees, rank)
     data = [message for message in own.messages if is_of_data(message)]
     step = step_time(data, own.compute, own.share.layout, seconds_of)
@@ -84,13 +97,24 @@ def after(step: StepTime, messages: list[Message], seconds_of: Callable[[Message
     return replace(step, step_s=step.step_s + waited, communication_s=step.communication_s + waited)
 
 
-def rank_work(config: TrainConfig, params: list[Param], machine: Machine, degrees: Degrees, rank: int) -> RankWork:
+def rank_work(
+    config: TrainConfig,
+    params: list[Param],
+    machine: Machine,
+    degrees: Degrees,
+    rank: int,
+    known: KnownMessages | None = None,
+) -> RankWork:
     world_size = degrees.grid().size
     share = rank_share(config, params, machine.device, world_size, rank)
     count = share.layout.micro_batches
     if degrees.pp > 1:  # the table says how often: of the messages within stages those of one micro-batch are enough
         config, count = replace(config, global_batch_tokens=config.global_batch_tokens // count), 1
-    messages = rank_messages(params, config, world_size, count, rank)
+    messages = None if known is None else known.get(rank)
+    if messages is None:
+        messages = rank_messages(params, config, world_size, count, rank)
+    if known is not None:
+        known[rank] = messages
     data = [message for message in messages if is_of_data(message)] if degrees.pp == 1 else []
     checkpointing = config.parallel.activation_checkpointing
     compute = compute_of(share.work, machine.rates, share.layout, checkpointing, data)
@@ -126,21 +150,21 @@ def stalls_of(
 ) -> Stalls:
     """The seconds that one micro-batch waits within each stage of this rank for the messages of the tp or cp axis."""
     stalls = {"forward": [0.0] * len(compute.forward_s), "backward": [0.0] * len(compute.forward_s)}
+    of_block = {"forward": 0.0, "backward": 0.0}  # all of a rank's blocks are alike
     ring = [message for message in messages if message.op == "exchange"]
     last, layers = len(compute.forward_s) - 1, work.model.num_layers
     for message in messages:
         if message.op == "exchange" or message.phase not in stalls or message.micro_batch:
             continue
-        if 1 <= message.stage <= layers:  # all of a rank's blocks are alike
-            for place in range(1, last):
-                stalls[message.phase][place] += seconds_of(message) / work.part.tensor_chunks / work.layers
+        if 1 <= message.stage <= layers:
+            of_block[message.phase] += seconds_of(message) / work.part.tensor_chunks / work.layers
         else:
             stalls[message.phase][min(last, message.stage)] += seconds_of(message)
     if ring:
         forward, backward = ring_waits(work, rates, ring, seconds_of)
-        for place in range(1, last):
-            stalls["forward"][place] += forward
-            stalls["backward"][place] += backward
+        of_block = {"forward": of_block["forward"] + forward, "backward": of_block["backward"] + backward}
+    for phase, seconds in of_block.items():
+        stalls[phase][1:last] = [seconds] * (last - 1)
     return stalls["forward"], stalls["backward"]
 
 
@@ -156,10 +180,17 @@ def ring_waits(
     return forward.exposed_s, ring_backward_time(ranks, backward_s, keys_s, sums_s).exposed_s
 
 
-def pipeline_time(config: TrainConfig, params: list[Param], machine: Machine, degrees: Degrees, rank: int) -> RankTime:
+def pipeline_time(
+    config: TrainConfig,
+    params: list[Param],
+    machine: Machine,
+    degrees: Degrees,
+    rank: int,
+    known: KnownMessages | None = None,
+) -> RankTime:
     """All stages on paper, then the sums over the data ranks and the update of the rank that is last to end."""
     neighbours = next(ranks for ranks in known_groups(degrees, "pp") if rank in ranks)
-    works = works_of(config, params, machine, degrees, neighbours)
+    works = works_of(config, params, machine, degrees, neighbours, known)
     seconds_of = message_seconds(degrees, machine.cluster)
     simulation = simulated(config, params, works, seconds_of)
     ends = [ends_s(work, config, seconds_of) for work in works]
@@ -180,19 +211,24 @@ def pipeline_time(config: TrainConfig, params: list[Param], machine: Machine, de
 
 
 def works_of(
-    config: TrainConfig, params: list[Param], machine: Machine, degrees: Degrees, neighbours: tuple[int, ...]
+    config: TrainConfig,
+    params: list[Param],
+    machine: Machine,
+    degrees: Degrees,
+    neighbours: tuple[int, ...],
+    known: KnownMessages | None = None,
 ) -> list[RankWork]:
     """Every rank's work; ranks with as many blocks and the same ends do the same, so one of them is counted for all.
 
     Not under ZeRO-2 and 3, whose messages are placed by the blocks' numbers.
     """
-    layers, known, works = config.model.num_layers, {}, []
+    layers, by_kind, works = config.model.num_layers, {}, []
     for place, rank in enumerate(neighbours):
         stages = tuple(stages_of(config, place))
         kind = tuple((0 in stage, layers + 1 in stage, len(stage)) for stage in stages)
-        if kind not in known or config.parallel.zero >= 2:
-            known[kind] = rank_work(config, params, machine, degrees, rank)
-        works.append(replace(known[kind], share=replace(known[kind].share, stages=stages)))
+        if kind not in by_kind or config.parallel.zero >= 2:
+            by_kind[kind] = rank_work(config, params, machine, degrees, rank, known)
+        works.append(replace(by_kind[kind], share=replace(by_kind[kind].share, stages=stages)))
     return works
 
 

@@ -14,6 +14,7 @@ what a rank holds, cost_model_timeline what hides behind computation.
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ RINGS = {
 }
 
 
+@lru_cache(maxsize=64)
 def kind_of(op: str) -> str:
     """The collective behind an operation's name in the log: all_reduce_sum is an all_reduce."""
     found = [kind for kind in RINGS if op.startswith(kind)]
