@@ -36,7 +36,10 @@ def commands_of(text: str, inline: bool) -> list[str]:
 
 def commands_of_head(path: Path) -> list[str]:
     """The indented commands in a module's docstring."""
-    head = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    text = path.read_text(encoding="utf-8")
+    if not COMMANDS.search(text):
+        return []  # parsing every file would take seconds
+    head = ast.get_docstring(ast.parse(text)) or ""
     lines = head.replace("\\\n", " ").splitlines()
     return [line.strip() for line in lines if line.startswith("    ") and COMMANDS.search(line)]
 
