@@ -324,13 +324,15 @@ static void normalise_rows(const Sizes& z, const Step& s, const float* weight, f
     for (int64_t b = 0; b < s.B; b++) normalise(s.stream + b * z.C, weight, (float)z.eps, z.C, normed + b * z.C);
 }
 
+// ---- the next token
+
 static int64_t likeliest(const float* scores, int64_t V) {
     int64_t best = 0;
     for (int64_t n = 1; n < V; n++) best = scores[n] > scores[best] ? n : best;
     return best;
 }
 
-// e^((score - top) / temperature) of every score, in eights (past the end next to nothing), and their sum by blocks of 64.
+// e^((score - top) / temperature) of every score, in eights (next to nothing past the end), and their sum by 64.
 static double weigh_scores(const float* scores, int64_t V, float top, float temperature, float* weights) {
     double total = 0.0;
     for (int64_t first = 0; first < V; first += 64) {
@@ -393,6 +395,8 @@ static void choose(const Sizes& z, const Outputs& to, int64_t b, int64_t* last_t
 static int64_t thread_floats(const Sizes& z, int64_t B) {  // normed, gates, attention's scores, weights of the scores
     return B * (z.C + z.F) + z.H * (z.longest + 16) + z.V + 8;
 }
+
+// ---- what Python calls
 
 extern "C" int64_t scratch_floats(const Sizes* z, int64_t B) {
     return B * (z->C + (z->H + 2 * z->K) * z->D + z->H * z->D + z->F) + z->threads * thread_floats(*z, B);
