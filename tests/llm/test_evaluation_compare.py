@@ -52,6 +52,17 @@ def test_the_interval_holds_the_true_gap_as_often_as_it_says():
     assert held / 200 == pytest.approx(0.95, abs=BOOTSTRAP_COVERAGE)
 
 
+@pytest.mark.parametrize("confidence", [0.5, 0.95])
+def test_as_many_draws_lie_outside_the_interval_on_either_side(confidence):
+    units = noisy_units(np.random.default_rng(4), 100, gap=0.0)
+    (line,) = compare({"a": units}, BootstrapConfig(samples=2000, confidence=confidence, seed=5))
+    draws = draw_sums(units, 2000, np.random.default_rng(5))
+    ratios = draws[:, 0] / draws[:, 1]
+    outside = (1 - confidence) / 2
+    assert (ratios < line.low).mean() == pytest.approx(outside, abs=1 / 2000)
+    assert (ratios > line.high).mean() == pytest.approx(outside, abs=1 / 2000)
+
+
 def test_pairing_sees_a_gap_that_is_small_beside_the_spread_of_the_units():
     units = noisy_units(np.random.default_rng(3), 100, gap=0.05)
     (line,) = compare({"a": units}, BootstrapConfig(samples=2000))

@@ -139,8 +139,23 @@ def test_the_script_scores_a_file_and_records_it(tiny_corpus, tmp_path, capsys):
     assert written["sources"][0]["source"] == "mine" and written["num_bytes"] == len(TEXTS[0].text)
     assert written["bits_per_byte"] == result.total.bits_per_byte
     assert f"bits per byte {result.total.bits_per_byte:.4f}" in capsys.readouterr().out
+    assert written["loss"] == result.total.nats / result.total.num_tokens
     with pytest.raises(UserError, match="exclude each other"):
         EvaluateConfig(**config, tokens="data/x/tokens")
     for name in ("stride", "seq_len", "max_bytes", "batch_size"):
         with pytest.raises(UserError, match=f"{name}=0 must be positive"):
             EvaluateConfig(**config | {name: 0})
+
+
+def test_all_sources_add_up_and_windows_overlap_by_half_unless_told_otherwise(tiny_corpus, tmp_path):
+    train(compose_config(TrainConfig, "training", [*tiny_corpus.overrides(tmp_path / "runs"), "max_steps=2"]))
+    (tmp_path / "texts").mkdir()
+    for number, name in enumerate(("one", "two", "three"), start=1):
+        (tmp_path / "texts" / f"{name}.txt").write_text(TEXTS[0].text * number)
+    config = dict(run=str(tmp_path / "runs" / "tiny"), text=str(tmp_path / "texts"), device="cpu")
+    found, half, none = (run_evaluation(EvaluateConfig(**config, stride=stride)) for stride in (None, 16, 32))
+    assert {source.source for source in found.sources} == {"one", "two", "three"}
+    for name in ("documents", "num_bytes", "num_tokens", "nats"):
+        total = sum(getattr(source, name) for source in found.sources)
+        assert getattr(found.total, name) == pytest.approx(total), name
+    assert found.total.nats == half.total.nats != none.total.nats
