@@ -89,7 +89,8 @@ def test_all_sources_together_weigh_by_bytes():
 
 def test_units_are_documents_or_blocks():
     few = [(scored("a", str(i), 4.0), scored("a", str(i), 6.0)) for i in range(3)]
-    assert len(make_units(few, "auto").first) == 6 and make_units(few, "auto").kind == "block"
+    blocks = make_units(few, "auto")
+    assert blocks.kind == "block" and blocks.first.tolist() == [2.0] * 6 and blocks.second.tolist() == [3.0] * 6
     assert make_units(few, "document").first.tolist() == [4.0] * 3
     assert make_units(few * 7, "auto").kind == "document"
     assert make_units(few, "block").num_bytes.sum() == make_units(few, "document").num_bytes.sum() == 24

@@ -41,6 +41,16 @@ def test_the_gain_lies_where_the_model_begins_to_see():
     assert found[2].spread == pytest.approx(0.0, abs=1e-6), "all targets gain alike"
 
 
+def test_the_spread_of_a_gain_is_the_standard_error_of_its_mean():
+    rows = np.array(
+        [[7, 1, 2], [7, 1, 9]]
+    )  # with two tokens the model is sure of the first target, and wrong of the other
+    before, after = losses_by_context(SeesBack(2), Targets(rows), batch_size=2)
+    gains = np.array([math.log(16), math.log(16) - 1e4])
+    assert (before.spread, after.gain) == (0.0, pytest.approx(gains.mean()))
+    assert after.spread == pytest.approx(gains.std(ddof=1) / math.sqrt(2))
+
+
 def test_targets_have_their_context_in_their_own_row_and_are_chosen_once():
     rows = [np.arange(100, 108), np.arange(200, 206), np.arange(300, 303)]
     targets = Targets.draw(rows, context=4, count=100)
