@@ -26,6 +26,7 @@ def test_a_step_of_ours_writes_every_completion_to_its_length_and_learns(tmp_pat
     assert all(0 < one.rollout_s < one.step_s for one in times)
     assert any(not torch.equal(before[name], after[name]) for name in before), "rewards differ, so weights must move"
     assert len(ours.prompts) == case.prompts
+    assert ours.run.rollout.collector.task.params.stop_ids == (), "the end of text must end nothing"
 
 
 def test_rewards_differ_between_texts():
