@@ -42,9 +42,7 @@ def test_the_gain_lies_where_the_model_begins_to_see():
 
 
 def test_the_spread_of_a_gain_is_the_standard_error_of_its_mean():
-    rows = np.array(
-        [[7, 1, 2], [7, 1, 9]]
-    )  # with two tokens the model is sure of the first target, and wrong of the other
+    rows = np.array([[7, 1, 2], [7, 1, 9]])  # given two tokens the model is sure, and wrong in the second row
     before, after = losses_by_context(SeesBack(2), Targets(rows), batch_size=2)
     gains = np.array([math.log(16), math.log(16) - 1e4])
     assert (before.spread, after.gain) == (0.0, pytest.approx(gains.mean()))

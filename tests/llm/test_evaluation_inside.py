@@ -95,10 +95,11 @@ def test_scores_tell_heads_apart_that_each_do_one_thing():
 
 
 def test_neighbours_are_by_cosine_and_never_the_token_itself():
-    table = torch.tensor([[1.0, 0.0], [2.0, 0.1], [0.0, 1.0], [-1.0, 0.0]])
-    (near,) = nearest(table, [0], 2)
-    assert [i for i, _ in near] == [1, 2] and near[1][1] == pytest.approx(0.0)
-    assert len(nearest(table, [2], 50)[0]) == 3
+    table = torch.tensor([[1.0, 0.0], [2.0, 0.1], [0.0, 1.0], [-1.0, 0.0], [9.0, 9.0]])
+    (near,) = nearest(table, [0], 3)
+    assert [i for i, _ in near] == [1, 4, 2], "long vectors are not near for their length"
+    assert near[1][1] == pytest.approx(0.5**0.5) and near[2][1] == pytest.approx(0.0)
+    assert len(nearest(table, [2], 50)[0]) == 4
 
 
 def test_components_match_a_singular_value_decomposition():
@@ -121,9 +122,12 @@ def test_kinds_of_tokens(piece, kind):
 
 
 def test_the_script_writes_pictures_and_numbers(tiny_corpus, tmp_path, capsys):
-    train(compose_config(TrainConfig, "training", [*tiny_corpus.overrides(tmp_path), "max_steps=2"]))
-    config = InsideConfig(run=str(tmp_path / "tiny"), text="The cat ran home", words=[" the", "A"], device="cpu")
+    padded = ["max_steps=2", "model.vocab_size=384"]  # the tokenizer has 320 ids
+    train(compose_config(TrainConfig, "training", [*tiny_corpus.overrides(tmp_path), *padded]))
+    words = [" the", "A", "Axq"]
+    config = InsideConfig(run=str(tmp_path / "tiny"), text="The cat ran home", words=words, device="cpu")
     found = look_inside(config)
+    assert found["neighbours"]["Axq"] == found["neighbours"]["A"], "a word of several tokens stands for its first"
     written = json.loads((tmp_path / "tiny" / "inside" / "inside.json").read_text())
     assert written["neighbours"] == found["neighbours"] and len(found["neighbours"][" the"]) == 8
     assert len(written["heads"]["first"]) == 2 and len(written["heads"]["first"][0]) == 4

@@ -86,6 +86,17 @@ def test_a_long_context_loses_its_beginning(task_model, tokenizer):
     assert answer[0] == pytest.approx(by_hand(task_model, kept[: 25 - count], kept[-count:])[0], rel=FP32_FORWARD)
 
 
+def test_writing_goes_on_from_the_end_of_a_long_context(task_model, tokenizer):
+    context = "The cat and the dog ran home, " * 5 + "and ate"
+    row = tokenizer.encode(context)[-(24 - 6) :]  # as much as leaves room for six tokens
+    written = []
+    for _ in range(6):
+        logits = task_model.model(torch.tensor([row + written]))[0, -1, : tokenizer.vocab_size]
+        written.append(logits.argmax().item())
+    assert tokenizer.eot_id not in written, "or the texts may end earlier"
+    assert task_model.write([context], [RequestParams(GREEDY, 6)]) == [tokenizer.decode(written)]
+
+
 def test_document_start_puts_end_of_text_before_every_context(task_model, tokenizer):
     config = TaskConfig(24, document_start=True)
     model = TaskModel(task_model.model, tokenizer, config, torch.device("cpu"))
