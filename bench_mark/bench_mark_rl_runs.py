@@ -90,7 +90,8 @@ def write_held_out(plan: Plan) -> None:
 
 
 def held_out_data(plan: Plan) -> str:
-    return f"{{source: jsonl, path: {plan.held_out_file}, split: all}}"
+    """All of the file: without a size the scripts' own configs would take its first 200."""
+    return f"{{source: jsonl, path: {plan.held_out_file}, split: all, size: {plan.held_out}}}"
 
 
 def training_data(plan: Plan, size: int, seed: int) -> str:

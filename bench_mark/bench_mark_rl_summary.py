@@ -50,6 +50,7 @@ def rl_row(plan: Plan, run: Run) -> dict[str, Any] | None:
     for kind, name in (("", "val_accuracy"), ("_sampled", "val_pass_at_1")):
         row |= {f"sft{kind}": lines[0][name], f"rl{kind}": lines[-1][name]}
         row |= {f"curve{kind}": [(line["step"], line[name]) for line in lines]}
+    row["problems"] = lines[-1]["val_problems"]
     row |= {"format_first": lines[0]["val_format_rate"], "format_last": lines[-1]["val_format_rate"]}
     for field, name in (("reward", "reward"), ("tokens", "response_tokens"), ("kl", "kl"), ("entropy", "entropy")):
         row |= {f"{field}_first": batches[0].get(name), f"{field}_last": batches[-1].get(name)}
@@ -104,7 +105,7 @@ def summarise(plan: Plan, runs: list[Run]) -> dict[str, Any]:
     for algorithm in plan.algorithms:
         own = main_rows(rows, algorithm)
         if own:
-            found["algorithms"][algorithm] = {kind: gains(plan, own, kind) for kind in ("", "_sampled")}
+            found["algorithms"][algorithm] = {kind: gains(own, kind) for kind in ("", "_sampled")}
     return found
 
 
@@ -143,15 +144,20 @@ def paired_gain(plan: Plan, rows: list[dict[str, Any]]) -> dict[str, Any] | None
     return shares | {"problems": len(ours), "gain": gain, "gain_over_seeds": seeds}
 
 
-def gains(plan: Plan, rows: list[dict[str, Any]], kind: str) -> dict[str, Any]:
-    """Of greedy (kind "") or sampled ("_sampled") answers: shares before and after, the gain, with intervals."""
+def gains(rows: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+    """Of greedy (kind "") or sampled ("_sampled") answers: shares before and after, the gain, with intervals.
+
+    Intervals are of the problems that the runs answered, whatever they were told to; several samples count as one.
+    """
+    problems = min(row["problems"] for row in rows)
     before, after = [row[f"sft{kind}"] for row in rows], [row[f"rl{kind}"] for row in rows]
     return {
         "seeds": len(rows),
-        "sft": pooled_interval(before, plan.held_out),
-        "rl": pooled_interval(after, plan.held_out),
+        "problems": problems,
+        "sft": pooled_interval(before, problems),
+        "rl": pooled_interval(after, problems),
         "gain_over_seeds": mean_interval([b - a for a, b in zip(before, after, strict=True)]),
-        "gain_over_problems": difference_interval(before, after, plan.held_out),
+        "gain_over_problems": difference_interval(before, after, problems),
     }
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from alignment.dataset import normal_question
 from alignment.evaluate_answers import Answer
+from alignment.intervals import wilson_interval
 from bench_mark.bench_mark_rl_figure import draw, read_runs, smooth
 from bench_mark.bench_mark_rl_runs import Plan, Run, rl_runs, side_by_side, write_held_out
 from bench_mark.bench_mark_rl_summary import compared, paired_gain, print_rows, rl_row, summarise
@@ -20,6 +21,7 @@ BATCH = {
     "update_s": 0.2, "sync_s": 0.0, "step_time_s": 0.6, "tokens_per_s": 1000.0, "sampler_mismatch": 0.002,
     "max_sampler_mismatch": 0.1,
 }  # fmt: skip
+HELD_OUT = {"val_format_rate": 1.0, "val_problems": 50}
 
 
 @pytest.fixture
@@ -33,7 +35,7 @@ def write_run(plan: Plan, name: str, accuracies: list[float]) -> None:
     directory.mkdir(parents=True)
     lines = []
     for step, value in enumerate(accuracies):
-        lines.append({"step": step, "val_accuracy": value, "val_pass_at_1": value - 0.1, "val_format_rate": 1.0})
+        lines.append({"step": step, "val_accuracy": value, "val_pass_at_1": value - 0.1} | HELD_OUT)
         if step < len(accuracies) - 1:
             lines.append({"step": step + 1, "batch": step + 1, "reward": 0.5 + 0.1 * step} | BATCH)
     (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -102,6 +104,15 @@ def test_form_without_the_answer_is_counted_with_what_it_earned(plan: Plan) -> N
     (Path(plan.runs) / "run" / "completions.jsonl").write_text("".join(lines))
     row = rl_row(plan, Run("run", []))
     assert (row["form_alone"], row["form_alone_reward"]) == (2, 0.25)
+
+
+def test_intervals_are_of_the_problems_that_were_answered(plan: Plan) -> None:
+    assert f"size: {plan.held_out}" in " ".join(rl_runs(plan)[0].command)
+    plan.held_out = 5_000  # as planned, where the runs answered 50
+    for run in rl_runs(plan)[:3]:
+        write_run(plan, run.name, [0.3, 0.4, 0.5])
+    _, low, high = summarise(plan, rl_runs(plan))["algorithms"]["grpo"][""]["rl"]
+    assert (low, high) == pytest.approx(wilson_interval(75, 150))
 
 
 def test_a_run_that_measured_nothing_has_no_row(plan: Plan) -> None:
