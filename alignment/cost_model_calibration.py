@@ -22,10 +22,6 @@ from llm.sampling import SamplingConfig
 from llm.transformer import Transformer
 
 TINY = ModelConfig(vocab_size=64, d_model=64, num_layers=1, num_heads=2, d_ff=64, max_seq_len=512)
-# On a GPU, whose kernels want wider rows: the shape that tests/llm/test_engine_gpu.py runs there.
-TINY_GPU = ModelConfig(
-    vocab_size=256, d_model=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64, d_ff=192, max_seq_len=512
-)
 PLAIN = ModelConfig(vocab_size=64, d_model=256, num_layers=2, num_heads=4, d_ff=768, max_seq_len=512)
 FEW, MANY = 4, 64  # rows that the host's two numbers are read from
 ROWS = (2, 8, 16, 32, 128)  # of products
@@ -70,14 +66,13 @@ class Setting:
 
 def calibrate_engine(at: Setting) -> EngineRates:
     """The host's constants, and on a CPU the rates of the engine's work; a GPU's work is a roofline of its kernels."""
-    on_gpu = at.device.type == "cuda"
-    tiny = build_engine(TINY_GPU if on_gpu else TINY, at)
+    tiny = build_engine(TINY, at)
     few, many = (time_steps(tiny, rows, SHORT, at.now_s) for rows in (FEW, MANY))
     row_s = max(0.0, (many.step_s - few.step_s) / (MANY - FEW))
     step_s = max(0.0, few.step_s - FEW * row_s)
     request_s = max(0.0, (many.first_s - few.first_s) / (MANY - FEW))
     host = EngineRates(step_s, row_s, max(0.0, few.first_s - FEW * request_s), request_s)
-    return host if on_gpu else calibrate_work(host, at)
+    return host if at.device.type == "cuda" else calibrate_work(host, at)
 
 
 def calibrate_work(host: EngineRates, at: Setting) -> EngineRates:
