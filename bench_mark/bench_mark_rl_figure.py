@@ -2,8 +2,8 @@
 
     python -m bench_mark.bench_mark_rl_figure out docs/images/rl_curves
 
-`out` is bench_mark_rl's --out. Writes .png and .pdf. One colour an algorithm, one line a seed, thin; smoothed over five
-batches where it is a batch's own mean.
+`out` is bench_mark_rl's --out. Writes .png and .pdf. One colour an algorithm, one line a seed, dashed after a longer
+fine-tuning; smoothed over five batches where it is a batch's own mean.
 """
 
 import argparse
@@ -56,7 +56,8 @@ def draw_held_out(axis: Any, runs: list[dict[str, Any]], name: str, title: str) 
 
 
 def style(run: dict[str, Any]) -> dict[str, Any]:
-    return {"color": COLORS.get(run["algorithm"], "black"), "linewidth": 1.0, "alpha": 0.8}
+    dashes = "--" if run["start"].startswith("full_") else "-"
+    return {"color": COLORS.get(run["algorithm"], "black"), "linewidth": 1.0, "alpha": 0.8, "linestyle": dashes}
 
 
 def draw_time(axis: Any, run: dict[str, Any]) -> None:
@@ -84,6 +85,8 @@ def draw(runs: list[dict[str, Any]], target: Path) -> None:
     draw_time(axes[1][2], runs[0])
     for name in dict.fromkeys(run["algorithm"] for run in runs):
         axes[0][0].plot([], [], color=COLORS.get(name, "black"), label=name)
+    if any(run["start"].startswith("full_") for run in runs):
+        axes[0][0].plot([], [], color="black", linestyle="--", label="after a longer fine-tuning")
     axes[0][0].legend(fontsize=7, loc="lower right")
     for axis in axes.flat:
         axis.spines[["top", "right"]].set_visible(False)
