@@ -2,9 +2,10 @@
 
 Of every schedule, for each shape of its micro-batches (rows x number): the step's seconds beside the cost model's; a
 rank's idle share, measured as what is left of the step beside its operations, each timed where it runs, and by the
-formula, which is the schedule's table run with those operations' medians; and what is left of 1F1B's idle time. Where
-the host issues the operations for as long as the step lasts, the row says so: its operations wait for their launches,
-and no formula knows of it. All contestants must agree on the loss. The last line is one JSON document.
+formula, which is the schedule's table run with those operations' medians and messages as predicted; and idle seconds
+beside 1F1B's. Where the host issues the operations for as long as the step lasts, the row says so: its operations wait
+for their launches, and no formula knows of it. All contestants must agree on the loss. The last line is one JSON
+document.
 
     torchrun --nproc-per-node=2 -m bench_mark.bench_mark_pp                       # gloo on CPUs, nccl on GPUs
     torchrun --nproc-per-node=4 -m bench_mark.bench_mark_pp --model 350m --layers 28 --shapes 2x16
@@ -24,13 +25,16 @@ from bench_mark.bench_mark_model import SHAPES
 from bench_mark.bench_mark_model_report import facts
 from bench_mark.bench_mark_pp_contestants import Bench, Contestant, Times, medians
 from configs.run_dir import write_json_atomic
-from llm.args import HardwareConfig
+from llm.args import HardwareConfig, TrainConfig
 from llm.hardware import Hardware, detect_hardware
 from llm.plan_links import links_of
 from llm.plan_shapes import meta_params
+from llm.plan_shapes_pipeline import pipeline_shape
+from llm.plan_time import message_seconds
 from llm.plan_time_layouts import Machine, layout_time
 from parallel.collectives import all_gather_json, all_reduce_max, all_reduce_sum, barrier
 from parallel.cost_model import Cluster
+from parallel.cost_model_traffic import Message
 from parallel.mesh import Mesh, close_mesh, init_mesh, read_ranks
 from parallel.mesh_degrees import Degrees
 from parallel.pipeline_schedules import build_schedule
@@ -93,18 +97,26 @@ def row_of(
     row |= {"predicted_step_s": max(simulation.total, said.host_s), "predicted_host_s": said.host_s}
     row |= {"predicted_idle": simulation.bubble}
     schedule = build_schedule(contestant.schedule, ranks, shape[1], contestant.chunks)
-    formula = simulate(schedule, stage_durations(found["by_rank"], schedule.stages)).bubble
+    send_s = send_seconds(config, machine)
+    formula = simulate(schedule, stage_durations(found["by_rank"], schedule.stages, send_s)).bubble
     return row | {"formula_idle": formula, "idle": idle / found["step_s"], "idle_s": idle}
 
 
-def stage_durations(by_rank: list[dict[str, Any]], stages: int) -> list[Durations]:
+def send_seconds(config: TrainConfig, machine: Machine) -> float:
+    """Of one micro-batch's states to the next rank, as predicted."""
+    shape = pipeline_shape(meta_params(config.model), config, [config.micro_batch_size * config.data.seq_len])
+    message = Message("exchange", "pp", shape.dtype, shape.ranks, shape.boundary_bytes[0], "")
+    return message_seconds(config.parallel.degrees().resolve(shape.ranks), machine.cluster)(message)
+
+
+def stage_durations(by_rank: list[dict[str, Any]], stages: int, send_s: float = 0.0) -> list[Durations]:
     """Of each stage the medians of its operations; a backward pass in one counts as its input part."""
     seconds = {kind: value for rank in by_rank for kind, value in rank["operations_s"].items()}
 
     def of(kind: str, stage: int) -> float:
         return seconds.get(f"{kind}{stage}", 0.0)
 
-    return [Durations(of("F", s), of("B", s) + of("I", s), of("W", s)) for s in range(stages)]
+    return [Durations(of("F", s), of("B", s) + of("I", s), of("W", s), send_s) for s in range(stages)]
 
 
 def show(row: dict[str, Any], idle_1f1b_s: float | None) -> str:

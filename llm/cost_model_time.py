@@ -278,9 +278,10 @@ def accumulation_time(work: Workload, rates: Rates) -> float:
 DISPATCHES_PER_KERNEL = 1.75
 OPTIMIZER_OPS_PER_TENSOR = 4
 # Of an autograd node written in Python, forward and backward: 50 us beside 1.9 us for a product of two small tensors,
-# processor time on a CPU. Of a Triton launch: assumed, from 137 us for a call of attention on an H200 with its node.
+# processor time on a CPU. Of a Triton launch: what a call of attention takes on an H200's host, 137 us, beside its half
+# of a node, where a plain operation takes 5 to 10.
 PYTHON_NODE_OPS = 25
-TRITON_LAUNCH_OPS = 12
+TRITON_LAUNCH_OPS = 6
 OPS_BESIDE_GRAPH = 20  # copies of the batch, the replay, the norm and the update
 
 

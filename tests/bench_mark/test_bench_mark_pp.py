@@ -1,9 +1,11 @@
 """bench_mark_pp's table from made-up clocks: a step that runs as on paper idles as the formula says."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from bench_mark.bench_mark_pp import row_of, show, stage_durations
+from bench_mark.bench_mark_pp import row_of, send_seconds, show, stage_durations
 from bench_mark.bench_mark_pp_contestants import Contestant, Tracer, medians
 from llm.args import DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from llm.hardware import known_hardware
@@ -40,6 +42,9 @@ def test_a_step_as_on_paper_idles_as_the_formula_says_and_a_late_one_longer(name
     h200 = next(entry for entry in known_hardware() if entry.name == "h200")
     machine = Machine("cuda", datasheet_rates(h200, "bfloat16"), cluster_of(h200, 1, 2))
     each = [Durations(1.0 + 0.1 * stage, 2.0, 1.0) for stage in range(2 * chunks)]
+    send_s = send_seconds(config_of(name, chunks), machine)
+    assert send_s > machine.cluster.call_s
+    each = [replace(durations, send=send_s) for durations in each]
     simulation = simulate(build_schedule(name, 2, 6, chunks), each)
     contestant = Contestant(name, name, chunks, None, Tracer(torch.device("cpu")), lambda *_: config_of(name, chunks))
     row = row_of(contestant, (1, 6), clocks_of(simulation, 0.0), machine, 2)
