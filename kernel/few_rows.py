@@ -43,9 +43,9 @@ class FewRowsConfig:
     """
 
     qkv: ProductConfig = ProductConfig(64, 64, parts=3)
-    out: ProductConfig = ProductConfig(64, 128, parts=4, stages=3)
-    gated: ProductConfig = ProductConfig(64, 64)
-    down: ProductConfig = ProductConfig(64, 128, parts=4, stages=4)
+    out: ProductConfig = ProductConfig(64, 128, parts=4, stages=4)
+    gated: ProductConfig = ProductConfig(64, 64, stages=8)
+    down: ProductConfig = ProductConfig(64, 128, parts=4, stages=6)
     scores: ProductConfig = ProductConfig(128, 64, stages=4)
     block_s: int = 64
     attend_warps: int = 2
@@ -53,20 +53,21 @@ class FewRowsConfig:
     pdl: bool = True
 
 
+PRODUCTS = ("qkv", "out", "gated", "down", "scores")
+
+
 def default_few_rows_config(device: torch.device) -> FewRowsConfig:
-    """PDL needs compute capability 9."""
-    return FewRowsConfig(pdl=device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0))
+    """PDL, and shared memory for many loads under way (192 KiB), need compute capability 9; else three, 96 KiB."""
+    default = FewRowsConfig()
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
+        return default
+    return replace(default, pdl=False, **{name: replace(getattr(default, name), stages=3) for name in PRODUCTS})
 
 
 def few_rows_candidates(default: FewRowsConfig) -> tuple[list[FewRowsConfig], list[FewRowsConfig]]:
     """Configurations worth timing beside the default: other products, and other attention."""
-    deeper = replace(
-        default,
-        out=replace(default.out, stages=4),
-        gated=replace(default.gated, stages=8),
-        down=replace(default.down, stages=6),
-    )
-    return [deeper], [
+    fewer = {name: replace(getattr(default, name), stages=3) for name in PRODUCTS}
+    return [replace(default, **fewer)], [
         replace(default, attend_warps=4, attend_registers=128),
         replace(default, attend_warps=1, block_s=32),
     ]
