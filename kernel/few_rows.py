@@ -38,8 +38,9 @@ class ProductConfig:
 
 @dataclass(frozen=True)
 class FewRowsConfig:
-    """The products of a block and of the output layer; of attention, keys of a tile, warps and registers a thread, so
-    few that 64 rows x 8 kv heads run at once; and overlap. From an H200, a Llama shape of 1.1B, 64 rows.
+    """The products of a block and of the output layer; of attention, keys of a tile (for heads of 64), warps and
+    registers a thread, so few that 64 rows x 8 kv heads run at once; and overlap. From an H200, a Llama shape of 1.1B,
+    64 rows.
     """
 
     qkv: ProductConfig = ProductConfig(64, 64, parts=3)
@@ -57,11 +58,15 @@ PRODUCTS = ("qkv", "out", "gated", "down", "scores")
 
 
 def default_few_rows_config(device: torch.device) -> FewRowsConfig:
-    """PDL, and shared memory for many loads under way (192 KiB), need compute capability 9; else three, 96 KiB."""
-    default = FewRowsConfig()
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
+    """PDL needs compute capability 9; many loads under way need 192 KiB of shared memory, which 9 and 10 have.
+
+    Elsewhere three are, in 96 KiB; not tried there.
+    """
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    default = FewRowsConfig(pdl=capability >= (9, 0))
+    if capability[0] in (9, 10):
         return default
-    return replace(default, pdl=False, **{name: replace(getattr(default, name), stages=3) for name in PRODUCTS})
+    return replace(default, **{name: replace(getattr(default, name), stages=3) for name in PRODUCTS})
 
 
 def few_rows_candidates(default: FewRowsConfig) -> tuple[list[FewRowsConfig], list[FewRowsConfig]]:
@@ -159,11 +164,12 @@ def sum_norm(parts: Tensor | None, stream: Tensor, norm: Tensor, eps: float, nor
 def rows_attend(at: RowPlaces, inputs: QkvInputs, out: Tensor, config: FewRowsConfig) -> None:
     """out (M, H, D): the queries of each row over its pages, the new keys and values put into them."""
     (M, H, D), K = out.shape, inputs.pages[0].shape[2]
+    block_s = max(16, min(config.block_s, config.block_s * 64 // D))  # wider heads take more registers a key
     bias = inputs.parts if inputs.bias is None else inputs.bias
     rows_attend_kernel[(K, M)](
         inputs.parts, bias, *inputs.rope, at.rows, at.tables, *inputs.pages, out, D**-0.5, M, H, K,
         at.rows.stride(0), at.tables.shape[1],
         D=D, GROUP=H // K, BLOCK_G=row_block(H // K), PARTS=inputs.parts.shape[0], BIAS=inputs.bias is not None,
-        PAGE_SIZE=at.page_size, BLOCK_S=config.block_s if out.is_cuda else 16, PRECISION=precision(out),
+        PAGE_SIZE=at.page_size, BLOCK_S=block_s if out.is_cuda else 16, PRECISION=precision(out),
         num_stages=1, maxnreg=config.attend_registers, **overlap(config.pdl, config.attend_warps),
     )  # fmt: skip
