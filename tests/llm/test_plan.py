@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from configs.errors import UserError
-from configs.loader import compose_config
+from configs.loader import compose_config, start_script
 from llm.args import DataConfig, ModelConfig, MoeConfig, ParallelConfig, TrainConfig
 from llm.cost_model import predict_run
 from llm.cost_model_counts import Workload, count_parameters
@@ -233,7 +233,7 @@ def test_messages_between_nodes_are_slower():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["hardware=h300"], "Could not find 'hardware/h300'.*Available options.*h100"),
+        (["hardware=h300"], "there is no configs/hardware/h300.yaml; did you mean h200.*choices are.*h100"),
         (["hardware=cpu"], "hardware=cpu has no bf16_flops.*use a GPU of configs/hardware"),
         (["hardware=rtx4090", "nodes=2"], "nodes=2 of hardware=rtx4090 need a network; give hardware.network_bytes"),
         (["zero=[4]"], "zero=4 must be 0, 1, 2 or 3"),
@@ -252,10 +252,10 @@ def test_what_cannot_be_planned_is_one_line(overrides, message):
 def test_the_command_ends_with_one_line_and_code_2(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["plan", "hardware=h300", "model=7b"])
     with pytest.raises(SystemExit) as exit_:
-        main()
+        start_script(main, PlanConfig, "plan")
     assert exit_.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: In 'plan': Could not find 'hardware/h300'")
+    assert line.startswith("error: hardware=h300: there is no configs/hardware/h300.yaml")
 
 
 def test_what_is_left_out_is_said_with_the_reason(capsys):
