@@ -33,7 +33,7 @@ def dense_mask(call: Attention, rows: slice, keys: slice, shape: tuple[int, int,
 
 
 def make_calls(T: int, S: int, D: int, deterministic: bool, device: str) -> list[tuple[Attention, slice, slice]]:
-    """Intervals of which some are empty, causal, some rows alone without a mask; the last half sees nothing at first."""
+    """Intervals, some empty, causal, some rows alone without a mask; the last half sees nothing at first."""
     scale, third, half = D**-0.5, S // 3, T // 2
     high = torch.arange(T, dtype=torch.int32, device=device)[None].clamp_max(third).repeat(2, 1)
     high[1, : T // 4] = 0
