@@ -85,6 +85,9 @@ def test_on_a_cpu_products_caches_and_sampling_come_one_after_the_other():
     slow = device(products=((1.0, 1e9), (100.0, 1e9)), cache_bytes_per_s=1e8, score_s=1e-6)
     parts = decode_step_flops(MODEL, 4, 0) / 1e9, 4 * 100 * cache_bytes_per_token(MODEL, 4) / 1e8, 4 * 2048 * 1e-6
     assert step_seconds(MODEL, 4, 100.0, slow) == pytest.approx(sum(parts))
+    grouped = replace(MODEL, num_kv_heads=2)  # a quarter of the cache, which each query head reads for itself
+    parts = decode_step_flops(grouped, 4, 0) / 1e9, *parts[1:]
+    assert step_seconds(grouped, 4, 100.0, slow) == pytest.approx(sum(parts))
 
 
 def test_the_longest_completion_counts_with_few_rows_and_requests_that_wait_come_later(config):
