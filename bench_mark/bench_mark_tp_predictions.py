@@ -8,7 +8,7 @@ of weights. "alone" is the whole stack on one device, "bare" one rank's part wit
 from dataclasses import dataclass, replace
 
 from bench_mark.bench_mark_tp_contestants import Setup
-from llm.cost_model_counts import Workload
+from llm.cost_model_counts import RankPart, Workload
 from llm.cost_model_memory import (
     BF16,
     CUDA_WORKSPACE_BYTES,
@@ -27,7 +27,7 @@ from llm.plan_time import cluster_of
 from llm.plan_time_layouts import Machine, rank_work
 from parallel.cost_model import Cluster, Link
 from parallel.cost_model_tensor import activation_messages
-from parallel.cost_model_traffic import Message
+from parallel.cost_model_traffic import Message, Param
 from parallel.mesh_degrees import Degrees
 
 
@@ -54,7 +54,7 @@ def predicted(name: str, setup: Setup, hardware: Hardware) -> Predicted:
     ranks = 1 if name == "alone" else setup.mesh.world_size
     sends = name not in ("alone", "bare")
     config, params = setup.config("tp" if name == "bare" else name), meta_params(setup.model)
-    work = rank_share(config, params, hardware.device, ranks).work
+    work = work_of(name, setup, params, hardware.device)
     sent = sum(message.nbytes for message in crossings(name, setup)) if sends else 0.0
     found = Predicted(peak_bytes=peak_bytes(work, setup), sent_bytes=float(sent))
     cluster = links(hardware, ranks) if sends else Cluster(ranks, Link(1e30, 0.0), None, 0.0)
@@ -67,6 +67,14 @@ def predicted(name: str, setup: Setup, hardware: Hardware) -> Predicted:
     casts = 2 * (FP32 + BF16) * work.layers * block_parameters(work.model) if work.dtype == "bfloat16" else 0
     busy = sum(block.seconds for block in blocks) + (pass_time(hardware.rates.new_pass, casts) if casts else 0.0)
     return replace(found, step_s=busy + waited, waited_s=waited)
+
+
+def work_of(name: str, setup: Setup, params: list[Param], device: str) -> Workload:
+    """A contestant's blocks as the memory model counts them; `params` are the whole model's."""
+    ranks = 1 if name == "alone" else setup.mesh.world_size
+    work = rank_share(setup.config("tp" if name == "bare" else name), params, device, ranks).work
+    # "bare" has narrow layers that know of no other rank: each casts its own input.
+    return replace(work, part=RankPart()) if name == "bare" else work
 
 
 def links(hardware: Hardware, ranks: int) -> Cluster | None:

@@ -53,8 +53,9 @@ def saved_in_block(work: Workload) -> list[Saved]:
     """What autograd keeps of one block for backward, a token; the sum is the block's activations."""
     model, compiled = work.model, work.compile != "none"
     C, Q, e = model.d_model, query_width(model), matmul_bytes(work)
-    # Under autocast each projection makes its own bfloat16 copy of a float32 input; a compiled block makes one.
-    once = e == FP32 or compiled or work.fuses("norm") or work.fuses("linear")
+    # Under autocast each projection makes its own bfloat16 copy of a float32 input; a compiled block makes one, and
+    # tensor parallelism casts what enters before it crosses.
+    once = e == FP32 or compiled or work.part.tensor_ranks > 1 or work.fuses("norm") or work.fuses("linear")
     copies = {"q, k, v": 1, "gate, up": 1} if once else {"q, k, v": 3, "gate, up": 2}
     saved = [
         *saved_by_norm(work, C, "attention_norm"),

@@ -25,11 +25,13 @@ MODEL = ModelConfig(
 )
 
 
-def config_of(rows: int, micro_batches: int, tie: bool = False, layers: int = 4, **parallel) -> TrainConfig:
+def config_of(
+    rows: int, micro_batches: int, tie: bool = False, layers: int = 4, dtype: str = "float32", **parallel
+) -> TrainConfig:
     settings = ParallelConfig(**{"bucket_mb": 0.2, "first_bucket_mb": 0.002, "dp": 1} | parallel)
     return TrainConfig(
         name="memory", model=replace(MODEL, tie_embeddings=tie, num_layers=layers), data=DataConfig(seq_len=T),
-        dtype="float32", micro_batch_size=rows, parallel=settings,
+        dtype=dtype, micro_batch_size=rows, parallel=settings,
         global_batch_tokens=T * rows * micro_batches * settings.dp,
     )  # fmt: skip
 
@@ -59,6 +61,9 @@ CASES = {
     "tp without sequence parallelism": config_of(16, 2, tp=2, sequence_parallel=False),
     "tp with zero 3": config_of(16, 1, dp=2, tp=2, zero=3),
     "tp recomputed": config_of(32, 1, tp=2, activation_checkpointing="full"),
+    "tp in bfloat16": config_of(64, 1, dtype="bfloat16", tp=2),
+    "tp in bfloat16, in chunks": config_of(64, 1, dtype="bfloat16", tp=2, tp_chunks=2),
+    "tp in bfloat16 without sequence parallelism": config_of(64, 1, dtype="bfloat16", tp=2, sequence_parallel=False),
     "ring": config_of(4, 2, cp=2),
     "gathered keys": config_of(32, 1, cp=2, cp_mode="all_gather"),
     "traded heads": config_of(32, 1, cp=2, cp_mode="ulysses"),
