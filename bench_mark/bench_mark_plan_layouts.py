@@ -15,7 +15,7 @@ from configs.errors import UserError
 from configs.loader import load_config
 from llm.args import DataConfig, KernelsConfig, ModelConfig, ParallelConfig, TrainConfig
 from llm.data_loader import Batch
-from llm.metrics_memory import PeakMemory, held_tensors
+from llm.metrics_memory import PeakMemory, graph_bytes, held_tensors
 from llm.parallelize import make_forward_loss, parallelize
 from llm.schedule import ScheduleConfig
 from llm.training_step import TrainingStep, rows_of_rank
@@ -116,8 +116,7 @@ def measure(bench: Bench, text: str, steps: int, warmup: int) -> Measured:
     config, device = bench.config(text), bench.mesh.device
     degrees = config.parallel.degrees()
     mesh = make_mesh(degrees, device, bench.mesh.local_rank)
-    others = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    reserved = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+    others = torch.cuda.memory_allocated(device) + graph_bytes(device) if device.type == "cuda" else 0
     model = copy.deepcopy(bench.initial).to(device)
     parts = parallelize(model, config, mesh)
     loss = make_loss(config.kernels, config.z_loss)
@@ -131,10 +130,8 @@ def measure(bench: Bench, text: str, steps: int, warmup: int) -> Measured:
     held = [*held_tensors(model, parts.optimizer), *(t for b in batches for t in (b.token_ids, b.targets))]
     with PeakMemory(device, held) as memory:
         training_step.run(warmup, batches)
-    found.peak_bytes = memory.peak_bytes - others
-    if config.kernels.cuda_graph:  # what graphs hold is free to the allocator's count, and reserved
-        torch.cuda.empty_cache()
-        found.peak_bytes = torch.cuda.memory_reserved(device) - reserved
+    found.peak_bytes = memory.peak_bytes + graph_bytes(device) - others
+    del held  # or what it names would stay on the device beside the next layout
     mesh.log.drain(0)
     for _ in range(max(1, steps // WINDOW)):
         taken, issued = window_s(training_step, batches, mesh)

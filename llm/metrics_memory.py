@@ -94,6 +94,24 @@ class PeakMemory:
             self.peak_bytes = self.mode.peak_bytes
 
 
+def graph_bytes(device: torch.device) -> int:
+    """Bytes in the memory pools of CUDA graphs that the allocator counts as free: a replay writes there again.
+
+    `max_memory_allocated` over replays leaves them out; over a capture it has seen a part of them. 0 on a CPU.
+    """
+    if device.type != "cuda":
+        return 0
+    index = torch.cuda.current_device() if device.index is None else device.index
+    segments = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == index]
+    return free_in_private_pools(segments)
+
+
+def free_in_private_pools(segments: Iterable[dict[str, Any]]) -> int:
+    """Of segments as torch.cuda.memory_snapshot lists them; the common pool's id is (0, 0)."""
+    private = [segment for segment in segments if tuple(segment["segment_pool_id"]) != (0, 0)]
+    return sum(segment["total_size"] - segment["allocated_size"] for segment in private)
+
+
 def held_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[Tensor]:
     """Parameters, gradients, buffers and optimizer state: what lives from step to step."""
     parameters = list(model.parameters())

@@ -8,7 +8,7 @@ import torch
 from configs.errors import UserError
 from llm.args import TrackingConfig
 from llm.metrics import Throughput, Tracker, comparison_rows, mfu
-from llm.metrics_memory import LiveTensorBytes, PeakMemory
+from llm.metrics_memory import LiveTensorBytes, PeakMemory, free_in_private_pools, graph_bytes
 
 CPU = torch.device("cpu")
 
@@ -100,6 +100,34 @@ def test_live_bytes_see_what_autograd_keeps():
     assert memory.peak_bytes >= 16000
     torch.zeros(100_000)
     assert memory.peak_bytes < 100_000, "nothing counts after the region"
+
+
+def test_free_memory_of_private_pools_alone_is_the_graphs():
+    def segment(pool, total, allocated):
+        return {"segment_pool_id": pool, "total_size": total, "allocated_size": allocated}
+
+    segments = [segment((0, 0), 1000, 10), segment((0, 1), 200, 50), segment((1, 0), 30, 0), segment((0, 2), 4, 4)]
+    assert free_in_private_pools(segments) == 150 + 30
+    assert graph_bytes(CPU) == 0
+
+
+@pytest.mark.gpu
+def test_a_replayed_graph_needs_its_pool():
+    """What a capture made and let go of again is free to the allocator's count and needed by every replay."""
+    device, megabyte = torch.device("cuda", 0), 2**20
+    x, out = torch.ones(16 * megabyte // 4, device=device), torch.empty((), device=device)
+    (x * 2).exp().sum()
+    before, graph = graph_bytes(device), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out.copy_((x * 2).exp().sum())  # two of 16 MB are there at once
+    with PeakMemory(device) as memory:
+        graph.replay()
+    held = graph_bytes(device) - before
+    assert memory.peak_bytes < torch.cuda.memory_allocated(device) + megabyte
+    assert 32 * megabyte <= held < 64 * megabyte
+    del graph
+    torch.cuda.empty_cache()
+    assert graph_bytes(device) == before
 
 
 def test_comparison_rows_hold_ratio_and_note():
