@@ -21,14 +21,16 @@ from parallel.clipping import gradient_norm
 def parse_variant(name: str) -> tuple[str, float, str | None]:
     """ "bucketed-5-bf16" -> kind, megabytes of a bucket, reduction dtype; UserError for anything unknown."""
     kind, *options = name.split("-")
-    known = {"bare": 0, "naive": 0, "bucketed": 1, "torch": 1}
-    reduce_dtype = "bfloat16" if options[1:] == ["bf16"] and kind == "bucketed" else None
+    known = {"bare": 0, "naive": 0, "bucketed": 1, "peer": 1, "torch": 1}
+    reduce_dtype = "bfloat16" if options[1:] == ["bf16"] and kind in ("bucketed", "peer") else None
     try:
         megabytes = float(options[0]) if options else 25.0
     except ValueError:
         megabytes = -1.0
     if kind not in known or len(options) - (reduce_dtype is not None) > known[kind] or megabytes <= 0:
-        raise UserError(f"--variants: {name!r} is unknown; use bare, naive, bucketed-MB, bucketed-MB-bf16 or torch-MB")
+        raise UserError(
+            f"--variants: {name!r} is unknown; use bare, naive, bucketed-MB, peer-MB, torch-MB, or bucketed-MB-bf16"
+        )
     return kind, megabytes, reduce_dtype
 
 
@@ -38,7 +40,10 @@ def build(name: str, setup: Setup) -> Contestant:
     if kind == "bare":
         return ours(name, setup, setup.config(ParallelConfig()), alone(setup.mesh))
     mode = "naive" if kind == "naive" else "bucketed"
-    parallel = ParallelConfig(ddp_mode=mode, bucket_mb=megabytes, reduce_dtype=reduce_dtype, force=True)
+    parallel = ParallelConfig(
+        ddp_mode=mode, bucket_mb=megabytes, reduce_dtype=reduce_dtype, force=True,
+        transport="peer" if kind == "peer" else "backend",
+    )  # fmt: skip
     if kind == "torch":
         return torch_ddp(name, setup, parallel)
     return ours(name, setup, setup.config(parallel), setup.mesh)

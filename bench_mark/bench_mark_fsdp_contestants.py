@@ -30,7 +30,18 @@ from parallel.fsdp import FsdpSettings
 from parallel.fsdp_init import apply_fsdp
 from parallel.mesh import Mesh
 
-VARIANTS = ("bare", "zero1", "zero2", "zero3", "zero2-all", "zero3-all", "fsdp2-zero2", "fsdp2-zero3", "fsdp2-cast")
+VARIANTS = (
+    "bare",
+    "zero1",
+    "zero1-peer",
+    "zero2",
+    "zero3",
+    "zero2-all",
+    "zero3-all",
+    "fsdp2-zero2",
+    "fsdp2-zero3",
+    "fsdp2-cast",
+)
 
 
 @dataclass
@@ -98,7 +109,8 @@ def build(name: str, setup: Setup) -> Contestant:
     if name == "bare":
         return ours(name, setup, setup.config(ParallelConfig()), alone(setup.mesh))
     zero = int(name.removeprefix("zero")[0])
-    return ours(name, setup, setup.config(ParallelConfig(zero=zero, force=True)), setup.mesh)
+    transport = "peer" if name.endswith("-peer") else "backend"
+    return ours(name, setup, setup.config(ParallelConfig(zero=zero, force=True, transport=transport)), setup.mesh)
 
 
 def alone(mesh: Mesh) -> Mesh:

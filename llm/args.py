@@ -11,6 +11,7 @@ from llm.lora import LoraConfig
 from llm.optimizer import OptimizerConfig
 from llm.schedule import ScheduleConfig
 from parallel.activation_checkpointing import MODES as CHECKPOINTING
+from parallel.collectives_peer import TRANSPORTS
 from parallel.context_parallel_layout import MODES as CONTEXT_MODES
 from parallel.mesh_degrees import Degrees
 from parallel.pipeline_schedules import SCHEDULES
@@ -149,6 +150,9 @@ class ParallelConfig:
     bucket_mb: float = 25.0  # of gradients in one reduction
     first_bucket_mb: float = 1.0  # small, so that the first reduction starts early
     reduce_dtype: str | None = None  # of gradients on the wire: float32 or bfloat16; null: the gradients' own
+    # What moves the buckets of zero=0 and 1: the backend (nccl, gloo), or "peer": GPUs of one host read each other's
+    # memory by copy engines, which leaves their processors to the model.
+    transport: str = "backend"
     # zero=2, 3: true reduces gradients after each micro-batch, false keeps them in full, then once. null: true, but
     # false for zero=2 with pp, which has many small micro-batches and keeps parameters for the step too.
     reduce_each_micro_batch: bool | None = None
@@ -160,6 +164,7 @@ class ParallelConfig:
         check_positive(**{f"parallel.{name}": getattr(self, name) for name in ("bucket_mb", "first_bucket_mb")})
         check_positive(**{"parallel.timeout_s": self.timeout_s, "parallel.tp_chunks": self.tp_chunks})
         check_choice("parallel.ddp_mode", self.ddp_mode, ("bucketed", "naive"))
+        self.check_transport()
         check_choice("parallel.pp_schedule", self.pp_schedule, SCHEDULES)
         check_positive(**{"parallel.pp_chunks": self.pp_chunks})
         check_choice("parallel.cp_mode", self.cp_mode, CONTEXT_MODES)
@@ -171,6 +176,15 @@ class ParallelConfig:
         if self.zero == 0 and self.dp_shard not in (None, 1):
             raise UserError(
                 f"parallel.dp_shard={self.dp_shard} needs something to shard; set parallel.zero to 1, 2 or 3"
+            )
+
+    def check_transport(self) -> None:
+        check_choice("parallel.transport", self.transport, TRANSPORTS)
+        if self.transport == "peer" and (self.zero > 1 or self.ddp_mode == "naive"):
+            setting = f"zero={self.zero}" if self.zero > 1 else "ddp_mode=naive"
+            raise UserError(
+                f"parallel.transport=peer moves buckets of gradients, which parallel.{setting} does not have; "
+                f"use zero=0 or 1 with ddp_mode=bucketed, or transport=backend"
             )
 
     @property

@@ -161,9 +161,10 @@ def apply_data_strategy(
     reduce_dtype = None if parallel.reduce_dtype is None else getattr(torch, parallel.reduce_dtype)
     bucket_bytes, first_bytes = (int(mb * 2**20) for mb in (parallel.bucket_mb, parallel.first_bucket_mb))
     if parallel.zero == 0 or not mesh.is_active("dp_cp"):
-        return DataParallel(model, mesh, DdpSettings(parallel.ddp_mode, bucket_bytes, first_bytes, reduce_dtype))
+        ddp = DdpSettings(parallel.ddp_mode, bucket_bytes, first_bytes, reduce_dtype, transport=parallel.transport)
+        return DataParallel(model, mesh, ddp)
     if parallel.zero == 1:
-        return Zero1(model, mesh, Zero1Settings(bucket_bytes, first_bytes, reduce_dtype))
+        return Zero1(model, mesh, Zero1Settings(bucket_bytes, first_bytes, reduce_dtype, transport=parallel.transport))
     if config.compile == "model":
         raise UserError(
             f"compile=model cannot see through the hooks of parallel.zero={parallel.zero}; use compile=block"

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from configs.errors import UserError, check_choice
 from parallel.clipping import gradient_norm
 from parallel.collectives import all_reduce_sum, broadcast
+from parallel.collectives_peer import TRANSPORTS, PeerMemory, peer_bytes
 from parallel.collectives_pending import wait_all
 from parallel.ddp_buckets import Bucket, plan_buckets
 from parallel.mesh import Mesh
@@ -36,9 +37,16 @@ class DdpSettings:
     first_bucket_bytes: int = 1 << 20
     reduce_dtype: torch.dtype | None = None
     axis: str = "dp_cp"
+    transport: str = "backend"  # or "peer": buckets lie where the other ranks of the host read them
 
     def __post_init__(self) -> None:
         check_choice("parallel.ddp_mode", self.mode, MODES)
+        check_choice("parallel.transport", self.transport, TRANSPORTS)
+        if self.transport == "peer" and self.mode != "bucketed":
+            raise UserError(
+                f"parallel.transport=peer moves buckets, which parallel.ddp_mode={self.mode} does not have; "
+                f"use ddp_mode=bucketed"
+            )
 
 
 class DataParallel:
@@ -68,7 +76,7 @@ class DataParallel:
     def make_buckets(self) -> list[Bucket]:
         settings, names, params = self.settings, list(self.named), self.parameters
         sizes = [(param.numel() * param.element_size(), f"{param.dtype}/{param.device}") for param in params]
-        return [
+        buckets = [
             Bucket(
                 [params[index] for index in members],
                 [names[index] for index in members],
@@ -76,6 +84,12 @@ class DataParallel:
             )
             for members in plan_buckets(sizes, settings.first_bucket_bytes, settings.bucket_bytes)
         ]
+        if settings.transport == "peer":
+            sent = [(bucket.sent_elements, bucket.sent_dtype) for bucket in buckets]
+            memory = PeerMemory(peer_bytes(sent), self.mesh, settings.axis)
+            for bucket, (numel, dtype) in zip(buckets, sent, strict=True):
+                bucket.peer = memory.take(numel, dtype)
+        return buckets
 
     def make_hook(self, bucket: Bucket) -> Callable[[Tensor], None]:
         def gradient_is_there(param: Tensor) -> None:

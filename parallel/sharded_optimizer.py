@@ -13,14 +13,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from configs.errors import check_positive
+from configs.errors import check_choice, check_positive
 from parallel.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
+from parallel.collectives_peer import TRANSPORTS
 from parallel.collectives_pending import Pending, wait_all
 from parallel.ddp import broadcast_parameters, check_unchanged, describe
 from parallel.mesh import Mesh
 from parallel.sharded_checkpoint_pieces import Piece, whole
 from parallel.sharded_optimizer_buckets import Bucket, plan_buckets
 from parallel.sharded_optimizer_matrices import share_matrices
+from parallel.sharded_optimizer_peer import PeerBuckets
 from parallel.sharded_optimizer_shards import agree_on_gradients, gather_full, sharded_norm, use_shards
 
 MAX_STAGES = 4  # of a step, each an update and the gathers that go beside the next one
@@ -45,9 +47,11 @@ class Zero1Settings:
     reduce_dtype: torch.dtype | None = None
     shard_axis: str = "dp_shard_cp"  # the ranks that share one optimizer state
     replicate_axis: str = "dp_replicate"  # the ranks that hold the same part of it
+    transport: str = "backend"  # or "peer": what travels lies where the other ranks of the host read it
 
     def __post_init__(self) -> None:
         check_positive(bucket_bytes=self.bucket_bytes, first_bucket_bytes=self.first_bucket_bytes)
+        check_choice("parallel.transport", self.transport, TRANSPORTS)
 
 
 class Zero1:
@@ -65,7 +69,12 @@ class Zero1:
         ranks, rank = mesh.size(self.axis), mesh.rank_in(self.axis)
         plans = plan_buckets(reversed(named), ranks, settings.bucket_bytes, settings.first_bucket_bytes)
         params = dict(named)
-        self.buckets = [Bucket(plan, [params[name] for name in plan.names], ranks, rank) for plan in plans]
+        uses_peer = settings.transport == "peer" and mesh.is_active(self.axis)
+        self.peer = PeerBuckets(plans, settings.reduce_dtype, mesh, self.axis) if uses_peer else None
+        self.buckets = [
+            Bucket(plan, [params[name] for name in plan.names], ranks, rank, self.peer and self.peer.parameters(plan))
+            for plan in plans
+        ]
         by_name = {shard.name: shard for bucket in self.buckets for shard in bucket.shards}
         self.shards = [by_name[name] for name, _ in named]
         self.parameters = [shard.local for shard in self.shards if shard.local.numel()]
@@ -112,7 +121,10 @@ class Zero1:
         while len(self.pending) > 1:  # two buffers at a time; the older transfer has had a bucket's backward for itself
             self.receive(*self.pending.pop(0))
         dtype = self.settings.reduce_dtype or bucket.plan.dtype
-        flat = torch.empty(bucket.plan.numel, dtype=dtype, device=bucket.flat.device)  # its gaps are nobody's
+        if self.peer is None:
+            flat = torch.empty(bucket.plan.numel, dtype=dtype, device=bucket.flat.device)  # its gaps are nobody's
+        else:
+            flat = self.peer.gradients(bucket.plan)
         filled = []
         for index, (view, param) in enumerate(zip(bucket.views(flat), bucket.params, strict=True)):
             if param.grad is None:
@@ -125,7 +137,11 @@ class Zero1:
             torch._foreach_copy_(views, gradients)
         for param in bucket.params:
             param.grad = None
-        self.pending.append((bucket, start_reduce_scatter(flat, self.mesh, self.axis, stream="reduce")))
+        if self.peer is None:
+            pending = start_reduce_scatter(flat, self.mesh, self.axis, stream="reduce")
+        else:
+            pending = self.peer.start_reduce_scatter()
+        self.pending.append((bucket, pending))
         self.next_bucket += 1
 
     def receive(self, bucket: Bucket, pending: Pending) -> None:
@@ -229,15 +245,21 @@ class ShardedOptimizer:
         for group in self.optimizer.param_groups:
             if "matrices" in group:  # an exchange over all ranks, whatever lies in which bucket
                 self.optimizer.update(group, gradient_scale)
-        mesh, axis = self.strategy.mesh, self.strategy.axis
         pending = []
         for buckets, members in self.stages:
             for index, params in members.items():
                 self.optimizer.update(self.optimizer.param_groups[index] | {"params": params}, gradient_scale)
             for bucket in buckets:
                 if any(shard.has_gradient for shard in bucket.shards):
-                    pending.append(start_all_gather(bucket.own, mesh, axis, out=bucket.flat, stream="gather"))
+                    pending.append(self.start_gather(bucket))
         wait_all(pending)
+
+    def start_gather(self, bucket: Bucket) -> Pending:
+        """Begin to fill a bucket's parameters with what the other ranks have updated."""
+        strategy = self.strategy
+        if strategy.peer is not None:
+            return strategy.peer.start_all_gather(bucket.plan)
+        return start_all_gather(bucket.own, strategy.mesh, strategy.axis, out=bucket.flat, stream="gather")
 
     def members(self, buckets: list[Bucket]) -> dict[int, list[Tensor]]:
         """Of each group that is updated element by element, by its place: the parameters that lie in the buckets."""

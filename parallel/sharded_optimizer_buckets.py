@@ -73,12 +73,15 @@ def rank_starts(offset: int, numel: int, share: int, ranks: int) -> tuple[int, .
 
 
 class Bucket:
-    """The flat buffer of one plan. The parameters become views of it; `shards` are views of this rank's part."""
+    """The flat buffer of one plan. The parameters become views of it; `shards` are views of this rank's part.
 
-    def __init__(self, plan: BucketPlan, params: list[nn.Parameter], ranks: int, rank: int):
+    `flat` (numel,) is the buffer, where it has to lie somewhere.
+    """
+
+    def __init__(self, plan: BucketPlan, params: list[nn.Parameter], ranks: int, rank: int, flat: Tensor | None = None):
         self.plan, self.params = plan, params
         self.share = plan.numel // ranks
-        self.flat = params[0].new_zeros(plan.numel)
+        self.flat = params[0].new_zeros(plan.numel) if flat is None else flat.zero_()
         with torch.no_grad():
             for param, view in zip(params, self.views(self.flat), strict=True):
                 view.copy_(param)

@@ -88,6 +88,7 @@ BUCKETED = {
     "one bucket": DdpSettings(),
     "small buckets": DdpSettings(bucket_bytes=500, first_bucket_bytes=40),
     "a bucket a parameter": DdpSettings(bucket_bytes=1, first_bucket_bytes=1),
+    "peer": DdpSettings(bucket_bytes=500, first_bucket_bytes=40, transport="peer"),
 }
 
 
@@ -109,7 +110,8 @@ def test_gradients_of_two_ranks_match_one_process(settings):
             assert sent == [("all_reduce_sum", "int32", 1, 24), ("all_reduce_sum", "float64", 5, 8 * GRADIENT_ELEMENTS)]
         else:  # one reduction a bucket; `never` travels as zeros, and each parameter has a number that says it is there
             assert sent == [("all_reduce_sum", "float64", len(buckets), 8 * (GRADIENT_ELEMENTS + 3 + 6))]
-    assert num_storages == (5 if settings.mode == "naive" else len(buckets) - (len(buckets) == 6))  # views
+    views_of = 1 if settings.transport == "peer" else len(buckets) - (len(buckets) == 6)  # `never` has no gradient
+    assert num_storages == (5 if settings.mode == "naive" else views_of)
 
 
 def test_buckets_are_planned_in_reverse_order_by_bytes_and_kind():
@@ -164,9 +166,9 @@ def test_accumulation_sends_once_a_step(micro_batches):
         assert calls == buckets and after == []  # whatever the number of micro-batches, and nothing in no_sync
 
 
-def reduced_in(mesh, dtype):
+def reduced_in(mesh, dtype, transport):
     model = Toy()
-    strategy = DataParallel(model, mesh, DdpSettings(reduce_dtype=dtype))
+    strategy = DataParallel(model, mesh, DdpSettings(reduce_dtype=dtype, transport=transport))
     mesh.log.drain(0)
     backward_of_step(mesh, model, strategy)
     strategy.finish_gradients()
@@ -174,10 +176,11 @@ def reduced_in(mesh, dtype):
     return copied_gradients(model), line["dtype"], line["bytes"]
 
 
+@pytest.mark.parametrize("transport", ["backend", "peer"])
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 2.0**-22), (torch.bfloat16, 4 * BF16_ROUNDING)])
-def test_gradients_travel_in_the_reduction_dtype_and_keep_their_own(dtype, error):
+def test_gradients_travel_in_the_reduction_dtype_and_keep_their_own(dtype, error, transport):
     reference = reference_gradients()
-    for gradients, sent_dtype, sent_bytes in run_ranks(reduced_in, 2, dtype):
+    for gradients, sent_dtype, sent_bytes in run_ranks(reduced_in, 2, dtype, transport):
         assert sent_dtype == str(dtype).removeprefix("torch.")
         assert sent_bytes == dtype.itemsize * (GRADIENT_ELEMENTS + 3 + 6)
         for name, expected in reference.items():

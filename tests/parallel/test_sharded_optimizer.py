@@ -87,6 +87,20 @@ def test_five_steps_match_one_process(optimizer, world_size):
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_buckets_that_others_read_match_the_backends(dtype):
+    sizes, case = (SMALL.bucket_bytes, SMALL.first_bucket_bytes, dtype), Case("adamw")
+    peer = run(2, train, case, Zero1Settings(*sizes, transport="peer"))
+    backend = run(2, train, case, Zero1Settings(*sizes))
+    for ours, theirs in zip(peer, backend, strict=True):
+        assert calls_and_bytes(ours["log"]) == calls_and_bytes(theirs["log"])
+        for name, param in theirs["parameters"].items():
+            assert torch.equal(ours["parameters"][name], param), name
+    if dtype is None:
+        assert_equal_to_reference(run(3, train, case, Zero1Settings(*sizes, transport="peer")), case, FP64)
+
+
+@pytest.mark.dist
 def test_shards_and_replicas_together_match_one_process():
     case = Case("muon")
     assert_equal_to_reference(run(4, train, case, dp_shard=2), case, FP64)

@@ -43,7 +43,7 @@ def parse_layout(text: str) -> Layout:
 
 
 def parse_value(name: str, value: str) -> Any:
-    if name in ("ddp_mode", "reduce_dtype", "activation_checkpointing", "cp_mode", "pp_schedule"):
+    if name in ("ddp_mode", "reduce_dtype", "activation_checkpointing", "cp_mode", "pp_schedule", "transport"):
         return value
     if name in ("force", "reduce_each_micro_batch", "sequence_parallel", "cp_pad"):
         return value == "true"
@@ -66,6 +66,7 @@ def forced(layout: Layout) -> Layout:
 
 DEFAULT_GRID = layouts(
     "dp=1", "dp=1,force=true", "dp=2", "dp=2,ddp_mode=naive", "dp=2,reduce_dtype=bfloat16", "dp=3",
+    "dp=3,transport=peer", "dp=2,zero=1,transport=peer",
     "dp=2,zero=1", "dp=3,zero=1", "dp=2,zero=2", "dp=2,zero=3", "dp=3,zero=3", "dp=4,dp_shard=2,zero=3",
     "dp=2,zero=3,activation_checkpointing=full", "dp=1,zero=3,force=true",
     "tp=2", "tp=2,sequence_parallel=false", "tp=4", "tp=2,tp_chunks=2", "dp=2,tp=2", "dp=2,tp=2,zero=1",
@@ -77,6 +78,11 @@ DEFAULT_GRID = layouts(
     "pp=2,dp=2,zero=1", "dp=2,pp=2,zero=2", "dp=2,pp=2,zero=3",
 )  # fmt: skip
 SLOW_GRID = layouts(
+    "dp=2,transport=peer", "dp=8,transport=peer", "dp=2,transport=peer,reduce_dtype=bfloat16",
+    "dp=3,zero=1,transport=peer",
+    "dp=4,dp_shard=2,zero=1,transport=peer", "cp=2,transport=peer", "dp=2,cp=2,zero=1,transport=peer",
+    "dp=2,tp=2,transport=peer", "dp=2,pp=2,transport=peer", "dp=2,pp=2,zero=1,transport=peer,pp_schedule=zero_bubble",
+    "dp=1,transport=peer,force=true", "dp=1,zero=1,transport=peer,force=true",
     "dp=4", "dp=8", "dp=4,ddp_mode=naive", "dp=2,bucket_mb=25", "dp=2,first_bucket_mb=0.0001,bucket_mb=0.0001",
     "dp=1,zero=1,force=true", "dp=4,zero=1", "dp=8,zero=1", "dp=4,dp_shard=2,zero=1", "dp=2,zero=1,bucket_mb=25",
     "dp=3,zero=2", "dp=4,zero=2", "dp=8,zero=2", "dp=4,dp_shard=2,zero=2", "dp=4,zero=3", "dp=8,zero=3",

@@ -66,6 +66,7 @@ def applied(mutant: Mutant) -> Iterator[None]:
 
 
 STEP, BUCKET, DDP = "llm.training_step:TrainingStep", "parallel.ddp_buckets:Bucket", "parallel.ddp:DataParallel"
+PEER = "parallel.collectives_peer:PeerBuffer"
 
 MUTANTS = [
     # The step: what is counted, what is summed, what is clipped.
@@ -123,6 +124,27 @@ MUTANTS = [
     Mutant(
         "naive: what one rank lacks is not sent", "parallel.ddp:synchronise_gradients", "if count:",
         "if count == mesh.size(axis):", "dp=2,ddp_mode=naive",
+    ),
+    # Buckets that other ranks read.
+    Mutant(
+        "peer: the last rank's part is left out", f"{PEER}.sum_own_share",
+        "received[0] if len(received) == 1 else received.sum(0)", "received[:-1].sum(0)", "dp=3,transport=peer",
+    ),
+    Mutant(
+        "peer: the neighbour's part of another share", f"{PEER}.sum_own_share",
+        "self.tensors[place][self.own_share]", "self.tensors[place][: out.numel()]", "dp=2,transport=peer",
+    ),
+    Mutant(
+        "peer: shares are not brought back", f"{PEER}.all_reduce", "self.gather_shares()", "pass",
+        "dp=2,transport=peer",
+    ),
+    Mutant(
+        "peer: a share of the wrong rank", f"{PEER}.gather_shares", "self.tensors[place][self.shares[place]]",
+        "self.tensors[self.memory.rank][self.shares[place]]", "dp=2,zero=1,transport=peer",
+    ),
+    Mutant(
+        "peer: one slot for two transfers", "parallel.sharded_optimizer_peer:PeerBuckets.gradients",
+        "(self.turn + 1) % SLOTS", "self.turn", "dp=2,zero=1,transport=peer",
     ),
     # ZeRO-1, and what it shares with FSDP.
     Mutant(

@@ -1,0 +1,115 @@
+"""Collectives over memory that the ranks of one machine read: against sums made here, and what they refuse."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from configs.errors import UserError
+from llm.args import ParallelConfig
+from parallel import collectives_peer
+from parallel.collectives_peer import (
+    PeerMemory,
+    peer_bytes,
+    start_peer_all_gather,
+    start_peer_all_reduce,
+    start_peer_reduce_scatter,
+)
+from parallel.ddp import DdpSettings
+from tests.parallel.pool import run_ranks
+from tests.tolerances import BF16_ROUNDING, FP64
+
+pytestmark = pytest.mark.dist
+DTYPES = {torch.float64: FP64, torch.float32: 1e-6, torch.bfloat16: 3 * BF16_ROUNDING}
+
+
+def values(rank, numel, dtype):
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).to(dtype)
+
+
+def summed(mesh, numel, dtype):
+    """Two buffers in one memory, twice each: a collective must leave its neighbour alone and be repeatable."""
+    memory = PeerMemory(peer_bytes([(numel, dtype)] * 2), mesh, "dp")
+    first, second = memory.take(numel, dtype), memory.take(numel, dtype)
+    mesh.log.drain(0)
+    results = []
+    for _ in range(2):
+        first.tensor.copy_(values(mesh.rank, numel, dtype))
+        second.tensor.fill_(mesh.rank)
+        pending = [start_peer_all_reduce(first), start_peer_all_reduce(second)]
+        results.append([one.wait().clone() for one in pending])
+    return results, mesh.log.drain(0)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", [1, 130, 1000])  # fewer than ranks, a last share that is empty or short
+def test_a_sum_matches_the_sum_of_all_ranks(numel, dtype, world_size):
+    expected = sum(values(rank, numel, dtype).double() for rank in range(world_size))
+    ranks = run_ranks(summed, world_size, numel, dtype)
+    for results, (line,) in ranks:
+        for first, second in results:
+            error = (first.double() - expected).abs().max() / expected.abs().max()
+            assert error <= DTYPES[dtype] * world_size and torch.equal(first, ranks[0][0][0][0])
+            assert second.eq(sum(range(world_size))).all()
+        assert (line["op"], line["calls"], line["bytes"]) == ("all_reduce_sum", 4, 4 * numel * dtype.itemsize)
+
+
+def scattered_and_gathered(mesh, share):
+    memory = PeerMemory(peer_bytes([(share * mesh.world_size, torch.float32)]), mesh, "dp")
+    buffer = memory.take(share * mesh.world_size, torch.float32).use_equal_shares()
+    buffer.tensor.copy_(torch.arange(buffer.tensor.numel()) + 100.0 * mesh.rank)
+    own = start_peer_reduce_scatter(buffer).wait()
+    kept = buffer.tensor.clone()
+    buffer.tensor[buffer.own_share] = own
+    return own, kept, start_peer_all_gather(buffer).wait().clone(), [line["op"] for line in mesh.log.drain(0)]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_scatter_leaves_its_buffer_and_a_gather_fills_it(world_size):
+    numel = 5 * world_size
+    total = world_size * torch.arange(float(numel)) + 100.0 * sum(range(world_size))
+    for rank, (own, kept, gathered, ops) in enumerate(run_ranks(scattered_and_gathered, world_size, 5)):
+        assert torch.equal(own, total[5 * rank : 5 * (rank + 1)]) and torch.equal(gathered, total)
+        assert torch.equal(kept, torch.arange(float(numel)) + 100.0 * rank)
+        assert ops[-2:] == ["reduce_scatter_sum", "all_gather"]
+
+
+def files_left(mesh):
+    PeerMemory(4096, mesh, "dp")
+    return [path.name for path in Path("/dev/shm").glob("mew-peer-*")]
+
+
+def test_no_file_is_left_behind():
+    assert run_ranks(files_left, 2)[0] == [] or not Path("/dev/shm").is_dir()
+
+
+def on_two_machines(mesh, folder):
+    collectives_peer.BOOT_ID = Path(folder) / f"boot{mesh.rank}"
+    try:
+        PeerMemory(4096, mesh, "dp")
+    except UserError as error:
+        return str(error)
+
+
+def test_ranks_of_two_machines_are_refused(tmp_path, monkeypatch):
+    for rank in range(2):
+        (tmp_path / f"boot{rank}").write_text(f"machine-{rank}")
+    for message in run_ranks(on_two_machines, 2, str(tmp_path)):
+        assert "on one machine; use parallel.transport=backend" in message
+    run_ranks(restore_boot_id, 2)
+
+
+def restore_boot_id(mesh):
+    collectives_peer.BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@pytest.mark.parametrize("settings", [{"zero": 3}, {"zero": 2}, {"ddp_mode": "naive"}, {"transport": "carrier-pigeon"}])
+def test_what_has_no_buckets_is_refused(settings):
+    with pytest.raises(UserError, match=r"parallel\.transport"):
+        ParallelConfig(**({"transport": "peer"} | settings))
+
+
+def test_the_naive_mode_has_no_buckets():
+    with pytest.raises(UserError, match="ddp_mode=naive"):
+        DdpSettings(mode="naive", transport="peer")
