@@ -39,7 +39,7 @@ LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
 VARIANTS = "bare,naive,bucketed-1,bucketed-5,bucketed-25,bucketed-100,torch-25,bucketed-25-bf16"
 COLUMNS = (
     f"{'variant':18} {'predicted':>10} {'measured':>10} {'ratio':>6} {'over bare':>10} {'exposed':>10} {'hidden':>10} "
-    f"{'peak':>10} {'sent a step':>12} {'predicted':>12} {'calls':>6} {'scaling':>8}"
+    f"{'peak':>10} {'predicted':>10} {'ratio':>6} {'sent a step':>12} {'predicted':>12} {'calls':>6} {'scaling':>8}"
 )
 
 
@@ -63,6 +63,8 @@ def row_of(contestant: Contestant, predictor: Predictor, bare_s: float | None) -
         "predicted_exposed_s": predicted["exposed_s"],
         "hidden_s": None if exposed_s is None else communication_s - exposed_s,
         "peak_bytes": contestant.peak_bytes,
+        "predicted_peak_bytes": predicted["peak_bytes"],
+        "peak_ratio": contestant.peak_bytes / predicted["peak_bytes"] if predicted["peak_bytes"] else None,
         "sent_bytes": per_step("bytes"),
         "predicted_sent_bytes": predicted["sent_bytes"],
         "calls": per_step("calls"),
@@ -77,13 +79,14 @@ def show(row: dict[str, Any]) -> str:
     def text(key: str, unit: str) -> str:
         return "–" if row[key] is None else format_quantity(row[key], unit)
 
-    ratio = "–" if row["ratio"] is None else f"{row['ratio']:.2f}"
+    ratio, peak_ratio = ("–" if row[key] is None else f"{row[key]:.2f}" for key in ("ratio", "peak_ratio"))
     calls = "–" if row["calls"] is None else f"{row['calls']:.0f}"
     scaling = "–" if row["scaling"] is None else f"{row['scaling']:.3f}"
     return (
         f"{row['variant']:18} {text('predicted_step_s', 's'):>10} {text('step_s', 's'):>10} {ratio:>6} "
         f"{text('over_bare_s', 's'):>10} {text('exposed_s', 's'):>10} {text('hidden_s', 's'):>10} "
-        f"{text('peak_bytes', 'B'):>10} {text('sent_bytes', 'B'):>12} {text('predicted_sent_bytes', 'B'):>12} "
+        f"{text('peak_bytes', 'B'):>10} {text('predicted_peak_bytes', 'B'):>10} {peak_ratio:>6} "
+        f"{text('sent_bytes', 'B'):>12} {text('predicted_sent_bytes', 'B'):>12} "
         f"{calls:>6} {scaling:>8}"
     )
 
@@ -117,12 +120,13 @@ def make_setup(args: argparse.Namespace) -> Setup:
     if args.attention:
         model = replace(model, attention=args.attention)
     micro_batch, seq_len = SHAPES[name]
+    # One launch updates all: a step must not wait for the host, which would hide what communication costs.
+    kernels = KernelsConfig(fused=args.kernels == "fused", optimizer=on_gpu)
     work = Workload(
-        model, args.micro_batch or micro_batch, args.seq_len or seq_len, device=mesh.device.type,
+        model, args.micro_batch or micro_batch, args.seq_len or seq_len, device=mesh.device.type, kernels=kernels,
         dtype="bfloat16" if on_gpu else "float32", compile=args.compile or ("block" if on_gpu else "none"),
     )  # fmt: skip
-    # One launch updates all: a step must not wait for the host, which would hide what communication costs.
-    return Setup(work, mesh, KernelsConfig(fused=args.kernels == "fused", optimizer=on_gpu))
+    return Setup(work, mesh, kernels)
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
-"""What bench_mark_ddp predicts: bytes a step, and the step's time with communication beside backward.
+"""What bench_mark_ddp predicts: bytes a step, peak memory, and the step's time with communication beside backward.
 
-Computation is the cost model's for one device; a message's time is alpha-beta. On a GPU the link is configs/hardware's;
-a CPU has none there, so two all-reduces of plain buffers, a small and a large one, give its latency and bandwidth.
+Memory is a run's (llm/plan_memory), buckets included. Computation is the cost model's for one device; a message's time
+is alpha-beta. On a GPU the link is configs/hardware's; a CPU has none there, so two all-reduces of plain buffers, a
+small and a large one, give its latency and bandwidth.
 """
 
 import statistics
@@ -14,6 +15,7 @@ from bench_mark.bench_mark_fsdp_contestants import Contestant, Setup
 from llm.cost_model import predict_workload
 from llm.cost_model_counts import forward_flops_per_token
 from llm.hardware import Hardware, known_hardware, match_gpu
+from llm.plan_memory import rank_memory
 from llm.plan_shapes import data_layout, meta_params, predicted_traffic
 from parallel.collectives import all_reduce_sum, barrier
 from parallel.cost_model import Cluster, Link, Ring, collective_seconds
@@ -38,6 +40,15 @@ def measured_cluster(mesh: Mesh) -> Cluster:
     moved = 2 * (mesh.world_size - 1) / mesh.world_size * LARGE_BYTES
     beta = moved / max(seconds[LARGE_BYTES] - seconds[SMALL_BYTES], 1e-9)
     return Cluster(mesh.world_size, Link(beta, 0.0), None, seconds[SMALL_BYTES])
+
+
+def peak_bytes(contestant: Contestant, setup: Setup) -> int | None:
+    """Of one step on this rank; a group of one has its buckets too, but nothing is said of them."""
+    if contestant.name.startswith("torch"):
+        return None
+    config, ranks = contestant.config, 1 if contestant.name == "bare" else setup.mesh.world_size
+    layout = data_layout(config.parallel, config.parallel.degrees().resolve(ranks), 1, config.dtype)
+    return rank_memory(setup.work, meta_params(setup.work.model, config.optimizer.name), layout).peak_bytes
 
 
 class Predictor:
@@ -67,19 +78,22 @@ class Predictor:
         return f"{link.bytes_per_s / 1e9:.3g} GB/s, {self.cluster.call_s * 1e6:.3g} us a call"
 
     def predict(self, contestant: Contestant) -> dict[str, Any]:
-        """Step seconds, exposed seconds and bytes sent; None where nothing is known (torch's own, unknown hardware)."""
+        """Step and exposed seconds, bytes sent, peak bytes; None where nothing is known (torch's, unknown hardware)."""
+        found: dict[str, Any] = dict.fromkeys(("step_s", "exposed_s", "sent_bytes"))
+        found["peak_bytes"] = peak_bytes(contestant, self.setup)
         if contestant.name == "bare":
-            return {"step_s": self.bare_s, "exposed_s": None, "sent_bytes": None}
+            return found | {"step_s": self.bare_s}
         if contestant.name.startswith("torch") or self.mesh.world_size == 1:
-            return {"step_s": None, "exposed_s": None, "sent_bytes": None}
+            return found
         config, ranks = contestant.config, self.mesh.world_size
         params = meta_params(self.setup.work.model, config.optimizer.name)
         sent = sum(traffic.bytes for traffic in predicted_traffic(params, config, ranks, 1, self.mesh.rank))
+        found["sent_bytes"] = sent
         if self.bare_s is None or self.cluster is None:
-            return {"step_s": None, "exposed_s": None, "sent_bytes": sent}
+            return found
         layout = data_layout(config.parallel, config.parallel.degrees().resolve(ranks), 1, config.dtype)
         time_of = step_time(step_messages(params, layout), self.compute(), layout, self.seconds_of)
-        return {"step_s": time_of.step_s, "exposed_s": time_of.exposed_s, "sent_bytes": sent}
+        return found | {"step_s": time_of.step_s, "exposed_s": time_of.exposed_s}
 
     def seconds_of(self, message: Message) -> float:
         return collective_seconds(message.op, message.nbytes, Ring(message.ranks), self.cluster)
