@@ -132,12 +132,13 @@ def make_setup(args: argparse.Namespace) -> Setup:
     if args.attention:
         model = replace(model, attention=args.attention)
     micro_batch, seq_len = SHAPES[name]
+    # The update is one launch for ours as for FSDP2, whatever the model's kernels are.
+    kernels = KernelsConfig(fused=args.kernels == "fused", optimizer=on_gpu)
     work = Workload(
-        model, args.micro_batch or micro_batch, args.seq_len or seq_len, device=mesh.device.type,
+        model, args.micro_batch or micro_batch, args.seq_len or seq_len, device=mesh.device.type, kernels=kernels,
         dtype="bfloat16" if on_gpu else "float32", compile=args.compile or ("block" if on_gpu else "none"),
     )  # fmt: skip
-    # The update is one launch for ours as for FSDP2, whatever the model's kernels are.
-    return Setup(work, mesh, KernelsConfig(fused=args.kernels == "fused", optimizer=on_gpu), args.checkpointing)
+    return Setup(work, mesh, kernels, args.checkpointing)
 
 
 def main() -> None:

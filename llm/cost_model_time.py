@@ -1,28 +1,26 @@
 """Step time: the model's counted work at the device's speed for generic work (llm/hardware_calibration.py).
 
 Matrix products and attention are FLOPs over the rate measured at that width. Everything between them is bound by
-memory: each operation moves so many tensors, and one pass over as many bytes was timed. On a GPU the host issues
+memory: cost_model_time_passes counts bytes by kind, and one pass of each kind was timed. On a GPU the host issues
 operations while the device works, so a step takes the longer of the two; on a CPU the operations' own overhead is in
 the passes. Nothing here was timed on a model; what the list leaves out (allocator, data loading) is the gap.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from llm.args import KernelsConfig
 from llm.cost_model_counts import (
     Matrix,
     Workload,
     attention_flops_per_token,
     block_matrices,
-    kv_width,
     output_matrix,
-    query_width,
     train_flops_per_token,
 )
 from llm.cost_model_memory import BF16, FP32, block_parameters, matmul_bytes, muon_parameters, stream_bytes
+from llm.cost_model_time_passes import Moved, Passes, block_passes, loss_moved, norm_moved, passes_time
 from llm.hardware_calibration import Rates, interpolate, pass_time
-from llm.loss import CPU_CHUNK_ELEMENTS
+from llm.loss import CPU_CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS
 from llm.optimizer_adamw import CPU_BUNDLE_ELEMENTS
 
 NS_STEPS = 5
@@ -60,108 +58,6 @@ class StepPrediction:
             return "host"
         parts = ("matmul", "attention", "elementwise", "loss", "optimizer")
         return max(parts, key=lambda part: getattr(self, f"{part}_s"))
-
-
-@dataclass(frozen=True)
-class Passes:
-    """Element-wise work on `width` elements a token.
-
-    `forward` and `backward` count tensors read or written; `kernels` is the operations of both together; `exp` marks
-    work that computes an exponential, which on a CPU is slower than the memory.
-    """
-
-    what: str
-    width: float
-    element_bytes: float
-    forward: float
-    backward: float
-    kernels: int
-    exp: bool = False
-    on_stream: bool = False  # between the layers, where sequence parallelism leaves a rank its share of the tokens
-
-
-def block_passes(work: Workload) -> list[Passes]:
-    """Every element-wise operation of one block, forward and backward."""
-    if work.compile != "none":
-        return compiled_passes(work)
-    fused = {"norm": fused_norm_passes, "rope": fused_rope_passes, "swiglu": fused_swiglu_passes}
-    passes = [own for operation, make in fused.items() if work.fuses(operation) for own in make(work)]
-    return passes + [own for operation, own in eager_passes(work) if not work.fuses(operation)]
-
-
-def fused_norm_passes(work: Workload) -> list[Passes]:
-    """Tensors of the stream and of e bytes, in units of the stream's: norm, norm with sum, sum; and back (kernel/)."""
-    C, stream, e = work.model.d_model, stream_bytes(work), matmul_bytes(work)
-    forward = (1 + e / stream) + (2 + 2 * e / stream) + (2 + e / stream)
-    backward = (3 + e / stream) + (3 + 2 * e / stream if e != stream else 4) + (0 if e == stream else 1 + e / stream)
-    return [Passes("two norms with the residual sums", C, stream, forward, backward, 8, on_stream=True)]
-
-
-def fused_rope_passes(work: Workload) -> list[Passes]:
-    return [Passes("rotate q and k", query_width(work.model) + kv_width(work.model), matmul_bytes(work), 2, 2, 2)]
-
-
-def fused_swiglu_passes(work: Workload) -> list[Passes]:
-    """Dense blocks; experts stay as they are."""
-    if work.model.moe.num_experts:
-        return [own for operation, own in eager_passes(replace(work, kernels=KernelsConfig())) if operation == "swiglu"]
-    return [Passes("silu times up", work.model.d_ff, matmul_bytes(work), 3, 5, 2)]
-
-
-def eager_passes(work: Workload) -> list[tuple[str, Passes]]:
-    """As torch runs the model's lines one by one, each with the fused operation that would replace it ("" for none)."""
-    model, e = work.model, matmul_bytes(work)
-    C, Q, K = model.d_model, query_width(model), kv_width(model)
-    passes = [
-        ("norm", Passes("two norms: square, mean, scale, weight; and back", 2 * C, FP32, 7, 23, 38, on_stream=True)),
-        ("rope", Passes("rotate q and k: negate, join, two products, sum", Q + K, e, 10, 10, 20)),
-        ("norm", Passes("residual sums, and the gradients of shared inputs", C, FP32, 6, 9, 5, on_stream=True)),
-        *(("swiglu", own) for own in ffn_passes(work)),
-    ]
-    if model.num_kv_heads != model.num_heads and model.attention != "triton":
-        passes.append(("", Passes("repeat k and v to all heads, sum their gradients", 2 * Q, e, 2, 1.5, 4)))
-    if model.qk_norm:
-        passes.append(("norm", Passes("norms of q and k", Q + K, FP32, 7, 23, 38)))
-    if e == BF16:
-        casts = Passes("inputs and weights to bfloat16, gradients back", 5 * C, BF16 + FP32, 1, 1, 35)
-        passes.append(("linear", casts))
-    return passes
-
-
-def ffn_passes(work: Workload) -> list[Passes]:
-    model, e = work.model, matmul_bytes(work)
-    moe = model.moe
-    F = moe.experts_per_token * moe.d_ff if moe.num_experts else model.d_ff
-    experts = max(1, moe.num_experts)
-    passes = [
-        Passes("silu, and its backward", F, e, 2, 3, 2 * experts, exp=True),
-        Passes("silu times up, and its two gradients", F, e, 3, 6, 3 * experts),
-    ]
-    if moe.num_experts:
-        kC = moe.experts_per_token * model.d_model
-        passes.append(Passes("gather by expert, weigh, scatter; and back", kC, FP32, 10, 14, 30))
-    return passes
-
-
-def compiled_passes(work: Workload) -> list[Passes]:
-    """Inductor fuses what lies between two matrix products into one kernel each."""
-    model, e = work.model, matmul_bytes(work)
-    C, Q, K = model.d_model, query_width(model), kv_width(model)
-    F = model.moe.experts_per_token * model.moe.d_ff if model.moe.num_experts else model.d_ff
-    return [
-        Passes("residual sum with norm, twice", 2 * C, (FP32 + e) / 2, 4, 6, 6, on_stream=True),
-        Passes("rotate q and k, repeat k and v", 2 * Q + K, e, 2, 2, 6),
-        Passes("silu times up", F, e, 3, 5, 2, exp=True),
-    ]
-
-
-def passes_time(passes: Passes, work: Workload, rates: Rates) -> float:
-    """Seconds of forward and backward together: three tensors a timed multiplication, two a timed silu."""
-    tokens = work.stream_tokens if passes.on_stream else work.tokens
-    tensor_bytes = tokens * passes.width * passes.element_bytes
-    if passes.exp:
-        return (passes.forward + passes.backward) / 2 * pass_time(rates.exp_pass, 2 * tensor_bytes)
-    return (passes.forward + passes.backward) / 3 * pass_time(rates.new_pass, 3 * tensor_bytes)
 
 
 def matmul_time(work: Workload, rates: Rates) -> float:
@@ -222,7 +118,8 @@ def loss_time(work: Workload, rates: Rates) -> float:
         others = 4 * pass_time(rates.inplace_pass, 2 * chunk_bytes)
         from_memory = pass_time(rates.new_pass, 4 * e * elements)  # logits twice, their gradient, and its first touch
         return chunks * (exponentials + others) + from_memory
-    return pass_time(rates.new_pass, (3 * FP32 + 4 * e + 8 * FP32) * elements)
+    chunks = max(1.0, elements / GPU_CHUNK_ELEMENTS)
+    return chunks * passes_time(Passes("loss", elements / chunks / work.tokens, loss_moved(e), 0), work, rates)
 
 
 def optimizer_time(work: Workload, rates: Rates) -> float:
@@ -265,8 +162,9 @@ def accumulation_time(work: Workload, rates: Rates) -> float:
     seconds = 0.0
     if work.dtype == "bfloat16":
         cast = work.layers * block_parameters(work.model) + work.output_elements
-        directions = 1 if work.fuses("linear") else 2  # gradients come in float32 from the products themselves
-        seconds += pass_time(rates.new_pass, directions * (FP32 + BF16) * cast)
+        seconds += pass_time(rates.new_pass, (FP32 + BF16) * cast)
+        if not work.fuses("linear"):  # whose gradients come in float32 from the products themselves
+            seconds += pass_time(rates.pass_points("widen"), (FP32 + BF16) * cast)
         seconds /= work.grad_accum_steps if work.part.casts_once else 1
     if work.grad_accum_steps > 1:
         seconds += pass_time(rates.inplace_pass, (2 if work.part.adds_in_products else 3) * FP32 * parameters)
@@ -309,14 +207,25 @@ def python_ops(work: Workload) -> int:
     return sum(PYTHON_NODE_OPS * node + TRITON_LAUNCH_OPS * launches for node, launches in own)
 
 
+def end_passes(work: Workload) -> list[Passes]:
+    """The table's look-up and its gradient, and the norm before the output layer with the cast of its result."""
+    C, S, e = work.model.d_model, stream_bytes(work), matmul_bytes(work)
+    passes = []
+    if work.part.has_embedding:
+        table = Passes("look-up and its gradient", C, Moved(plain=2 * S, broadcast=FP32 + S), 2, on_stream=True)
+        passes.append(table)
+    if work.part.has_head:
+        cast = Moved(plain=FP32 + e, widen=FP32 + e) if e < FP32 else Moved()
+        moved = Moved(plain=(S + e) + (3 * S + e)) if work.fuses("norm") else norm_moved(adds=1) + cast
+        passes.append(Passes("last norm", C, moved, 2 if work.fuses("norm") else 21, on_stream=True))
+    return passes
+
+
 def predict_step_time(work: Workload, rates: Rates) -> StepPrediction:
     """Seconds of one optimizer step on one device; communication between devices is not in it."""
     micro_batches = work.grad_accum_steps
     elementwise = work.layers * sum(passes_time(passes, work, rates) for passes in block_passes(work))
-    last = (1.5, 3, 2) if work.fuses("norm") else (7, 23, 19)
-    if work.part.has_head:
-        norm = Passes("last norm", work.model.d_model, FP32, *last, on_stream=True)
-        elementwise += passes_time(norm, work, rates)
+    elementwise += sum(passes_time(passes, work, rates) for passes in end_passes(work))
     elementwise += accumulation_time(work, rates)
     return StepPrediction(
         matmul_s=micro_batches * matmul_time(work, rates),

@@ -8,7 +8,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -30,6 +30,11 @@ class Rates:
     attention: tuple[tuple[int, Points, Points], ...]  # head_dim, forward and backward FLOP/s by sequence length
     bf16_matmul: float  # FLOP/s of a bfloat16 product of 256 x 256, for Muon's iteration; slow on most CPUs
     op_overhead_s: float  # of one operation on a tiny tensor, launch included
+    other_passes: dict[str, Points] = field(default_factory=dict)  # those of KINDS; without one it is a new_pass
+
+    def pass_points(self, kind: str) -> Points:
+        """Seconds by bytes of "plain" passes, "exp", or one of KINDS."""
+        return self.exp_pass if kind == "exp" else self.other_passes.get(kind, self.new_pass)
 
 
 @dataclass(frozen=True)
@@ -41,17 +46,56 @@ class Grid:
     elements: tuple[int, ...]
     head_dims: tuple[int, ...]
     seq_lens: tuple[int, ...]
+    heads: int
     attention_tokens: int
 
 
+# Attention on a GPU: large enough that the host, which needs 0.2 ms for forward and backward, does not hold it up.
 GRIDS = {
     "cpu": Grid((64, 128, 256, 512, 1024), 1024, (2**12, 2**15, 2**18, 2**20, 2**22),
-                (32, 64, 128), (128, 512), 512),
+                (32, 64, 128), (128, 512), 4, 512),
     "cuda": Grid((512, 1024, 2048, 4096, 8192), 16384, (2**16, 2**20, 2**24, 2**26, 2**28),
-                 (64, 128), (1024, 4096), 16384),
+                 (64, 128), (1024, 2048, 4096, 16384), 16, 32768),
 }  # fmt: skip
 
 BURST_S = 1e-3
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What the passes of KINDS read: rows of ROW_WIDTH elements, float32 and in the dtype of products."""
+
+    wide: torch.Tensor  # (rows, ROW_WIDTH)
+    narrow: torch.Tensor  # (rows, ROW_WIDTH)
+    column: torch.Tensor  # (rows, 1)
+    row: torch.Tensor  # (ROW_WIDTH,)
+
+    def join(self) -> torch.Tensor:
+        first, second = self.narrow.view(-1, HALVES_WIDTH).chunk(2, dim=-1)
+        return torch.cat((-second, first), dim=-1)
+
+
+ROW_WIDTH, HALVES_WIDTH = 1024, 64
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A pass that torch's kernels do not run at the speed of a copy: bytes of an element, wide and narrow tensors'."""
+
+    wide: int  # float32 tensors read or written, in elements of one
+    narrow: int  # tensors in the dtype of products
+    work: Callable[[Operands], torch.Tensor]
+
+
+# On an H200 a * b moves 4.3 TB/s, these 2.5, 2.0, 1.1, 1.1 and 3.0: kernels that are not vectorised.
+KINDS = {
+    "broadcast": Kind(2, 0, lambda x: x.wide * x.column),
+    "widen": Kind(1, 1, lambda x: x.narrow.float()),
+    "mixed": Kind(1, 1, lambda x: x.narrow * x.row),
+    "join": Kind(0, 3, Operands.join),  # half of them negated, read and written; then all
+    "sum": Kind(1, 0, lambda x: x.wide.sum(-1)),
+}
+NARROW_KINDS = ("widen", "mixed")  # there are none where products are float32
 
 
 class Stopwatch:
@@ -112,6 +156,11 @@ def calibrate(device: torch.device, dtype: torch.dtype, now_s: Callable[[], floa
         attention=tuple(attention_rates(head_dim, grid, device, dtype, stopwatch) for head_dim in grid.head_dims),
         bf16_matmul=square_bf16_rate(device, stopwatch),
         op_overhead_s=op_overhead(device, stopwatch),
+        other_passes={
+            name: kind_times(kind, grid, device, dtype, stopwatch)
+            for name, kind in KINDS.items()
+            if dtype.itemsize < 4 or name not in NARROW_KINDS
+        },
     )
 
 
@@ -147,23 +196,35 @@ def pass_times(grid: Grid, device: torch.device, work: Callable, tensors: int, s
     return tuple(points)
 
 
+def kind_times(kind: Kind, grid: Grid, device: torch.device, dtype: torch.dtype, stopwatch: Stopwatch) -> Points:
+    """(bytes moved, seconds) of a pass of KINDS."""
+    points = []
+    for elements in grid.elements:
+        wide = torch.ones(max(1, elements // ROW_WIDTH), ROW_WIDTH, device=device)
+        inputs = Operands(wide, wide.to(dtype), wide[:, :1].contiguous(), wide[0].contiguous())
+        moved = (kind.wide * wide.itemsize + kind.narrow * dtype.itemsize) * wide.numel()
+        points.append((float(moved), stopwatch(lambda inputs=inputs: kind.work(inputs), hold=True)))
+    return tuple(points)
+
+
 def attention_rates(
     head_dim: int, grid: Grid, device: torch.device, dtype: torch.dtype, stopwatch: Stopwatch
 ) -> tuple[int, Points, Points]:
     """FLOP/s of torch's causal attention, forward and backward, counting half of the scores."""
     forward, backward = [], []
     for seq_len in grid.seq_lens:
-        heads = 4
-        shape = (max(1, grid.attention_tokens // seq_len), heads, seq_len, head_dim)
+        batch = max(1, grid.attention_tokens // seq_len)
+        shape = (batch, seq_len, grid.heads, head_dim)  # (B, T, H, D), as projections write it
         q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
 
         def attend(q: torch.Tensor = q, k: torch.Tensor = k, v: torch.Tensor = v) -> torch.Tensor:
+            q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))  # (B, H, T, D)
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
         def both(attend: Callable = attend, inputs: tuple = (q, k, v), gradient: torch.Tensor = attend().detach()):
             torch.autograd.grad(attend(), inputs, gradient)
 
-        flops = 2 * shape[0] * heads * seq_len * seq_len * head_dim
+        flops = 2 * batch * grid.heads * seq_len * seq_len * head_dim
         with torch.enable_grad():
             forward_s, both_s = stopwatch(attend), stopwatch(both)
         forward.append((seq_len, flops / forward_s))

@@ -21,12 +21,14 @@ from parallel.pipeline_schedules_simulation import Simulation
 
 # Of a square product's peak, by its width: 8192 measured (798 of 989 TFLOP/s), the narrower ones assumed.
 MATMUL_SHARE = ((1024, 0.45), (2048, 0.64), (4096, 0.75), (8192, 0.81))
-# torch's flash attention, causal, of the matmul peak by sequence length: measured at head_dim 64 and 128.
+# torch's attention (cuDNN), causal, of the matmul peak by sequence length; backward counts twice forward's operations.
 ATTENTION_SHARE = {
-    64: (((1024, 0.203), (4096, 0.269)), ((1024, 0.150), (4096, 0.228))),
-    128: (((4096, 0.308), (16384, 0.327)), ((4096, 0.258), (16384, 0.312))),
+    64: (((1024, 0.313), (2048, 0.402), (4096, 0.419)), ((1024, 0.196), (2048, 0.264), (4096, 0.278))),
+    128: (((4096, 0.547), (16384, 0.571)), ((4096, 0.382), (16384, 0.434))),
 }
 MEMORY_SHARE = 0.88  # of the bandwidth, a copy: 4.24 of 4.8 TB/s measured
+# The same for kernels that are not vectorised (hardware_calibration.KINDS), of the bandwidth: from a step's profile.
+KIND_SHARES = {"broadcast": 0.53, "widen": 0.42, "mixed": 0.23, "join": 0.23, "sum": 0.62}
 PASS_S = 3e-6  # of a kernel that does nothing
 OP_OVERHEAD_S = 5e-6  # of issuing one operation, assumed
 NEEDED = ("bf16_flops", "memory_bytes", "memory_bytes_per_s", "link_bytes_per_s", "link_hop_s", "call_s")
@@ -73,15 +75,18 @@ def cluster_of(hardware: HardwareConfig, nodes: int, gpus_per_node: int) -> Clus
 def datasheet_rates(hardware: HardwareConfig, dtype: str) -> Rates:
     """Rates of generic work as shares of the peaks for "bfloat16" or "float32" products."""
     peak = hardware.bf16_flops if dtype == "bfloat16" else hardware.fp32_flops
-    rate = MEMORY_SHARE * hardware.memory_bytes_per_s
-    sizes = (2.0**20, 2.0**24, 2.0**28, 2.0**32)
-    passes = tuple((size, PASS_S + size / rate) for size in sizes)
+
+    def passes(share: float) -> Points:
+        sizes = (2.0**20, 2.0**24, 2.0**28, 2.0**32)
+        return tuple((size, PASS_S + size / (share * hardware.memory_bytes_per_s)) for size in sizes)
 
     def scaled(points: Points) -> Points:
         return tuple((size, share * peak) for size, share in points)
 
     attention = tuple((dim, scaled(forward), scaled(back)) for dim, (forward, back) in ATTENTION_SHARE.items())
-    return Rates(scaled(MATMUL_SHARE), passes, passes, passes, attention, 0.45 * hardware.bf16_flops, OP_OVERHEAD_S)
+    copy, others = passes(MEMORY_SHARE), {kind: passes(share) for kind, share in KIND_SHARES.items()}
+    bf16_matmul = 0.45 * hardware.bf16_flops
+    return Rates(scaled(MATMUL_SHARE), copy, copy, copy, attention, bf16_matmul, OP_OVERHEAD_S, others)
 
 
 def compute_of(

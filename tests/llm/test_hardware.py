@@ -10,7 +10,7 @@ from configs.errors import UserError
 from configs.loader import compose_config
 from llm.args import HardwareConfig
 from llm.hardware import detect_hardware, known_hardware, match_gpu, rates_of
-from llm.hardware_calibration import Grid, Rates
+from llm.hardware_calibration import Grid, Rates, calibrate
 from llm.training_probe import ProbeConfig, probe, search_largest
 
 RATES = Rates((), (), (), (), (), 0.0, 0.0)
@@ -90,13 +90,18 @@ def test_the_longest_match_wins(tmp_path: Path):
 
 
 def test_a_cpu_is_measured(monkeypatch):
-    small = Grid((16, 32), 64, (64, 256), (16,), (32,), 64)
+    small = Grid((16, 32), 64, (1024, 4096), (16,), (32,), 2, 64)
     monkeypatch.setattr("llm.hardware_calibration.GRIDS", {"cpu": small})
     hardware = detect_hardware(HardwareConfig(), torch.device("cpu"))
     assert hardware.peak_flops("float32") == max(rate for _, rate in hardware.rates.matmul)
     assert hardware.peak_flops("bfloat16") is None
     assert all(seconds > 0 for _, seconds in hardware.rates.new_pass) and hardware.rates.op_overhead_s > 0
     assert 0 < hardware.memory_bytes < 1e15
+    assert set(hardware.rates.other_passes) == {"broadcast", "join", "sum"}  # no second dtype in float32
+    narrow = calibrate(torch.device("cpu"), torch.bfloat16)
+    assert {kind: points[0][0] for kind, points in narrow.other_passes.items()} == {
+        "broadcast": 8192.0, "widen": 6144.0, "mixed": 6144.0, "join": 6144.0, "sum": 4096.0,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("border", [0, 1, 2, 7, 63, 100])

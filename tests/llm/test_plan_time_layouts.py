@@ -20,7 +20,7 @@ RATES = datasheet_rates(HARDWARE, "bfloat16")
 NVLINK = Machine("cuda", RATES, Cluster(8, Link(3e11, 3e-6), None, 2e-5))
 # Nothing takes time but products and attention: neither messages nor passes over memory.
 AT_ONCE = ((1.0, 1e-12), (1e15, 1e-12))
-PRODUCTS = replace(RATES, new_pass=AT_ONCE, inplace_pass=AT_ONCE, exp_pass=AT_ONCE)
+PRODUCTS = replace(RATES, new_pass=AT_ONCE, inplace_pass=AT_ONCE, exp_pass=AT_ONCE, other_passes={})
 FREE = Machine("cuda", PRODUCTS, Cluster(8, Link(1e30, 0.0), None, 0.0))
 MODEL = ModelConfig(
     vocab_size=512, max_seq_len=4096, d_model=2048, num_layers=8, num_heads=16, num_kv_heads=16, d_ff=8192,
