@@ -71,7 +71,8 @@ def saved_in_block(work: Workload) -> list[Saved]:
         kept = e if compiled else 2 * FP32
         saved.append(Saved("q_norm and k_norm: inputs and normed values", kept * (Q + K) + FP32 * heads))
     if model.attention == "eager" and work.part.context_ranks == 1:  # a ring's blocks make theirs again in backward
-        per_score = 2 * FP32 + (BF16 if e == BF16 else 0)
+        grouped = model.num_kv_heads != model.num_heads  # then the products want the probabilities in another order
+        per_score = 2 * FP32 + (BF16 if e == BF16 else FP32 * grouped)
         saved.append(Saved("scores and probabilities of T keys", per_score * model.num_heads * work.seq_len))
     if work.document_masking:
         saved.append(Saved("document mask as numbers to add to scores", e * work.seq_len))
@@ -84,7 +85,7 @@ def saved_heads(work: Workload) -> int:
     Q, K = query_width(model), kv_width(model)
     if part.context_ranks > 1 and part.context_mode == "ring":
         return Q + 2 * K
-    keys = K if model.attention == "triton" else Q  # the others repeat k and v
+    keys = K if model.attention in ("triton", "eager") else Q  # the others repeat k and v
     if part.context_ranks > 1 and part.context_mode == "all_gather":
         return Q + 2 * part.context_ranks * keys
     # Ulysses keeps the output on either side of the exchange.

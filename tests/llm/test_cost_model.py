@@ -53,6 +53,7 @@ SHAPES = {
     "qwen": replace(BASE, num_kv_heads=2, qkv_bias=True, qk_norm=True, head_dim=32),
     "moe": replace(BASE, moe=MoeConfig(num_experts=4, experts_per_token=2, d_ff=48)),
     "eager": replace(BASE, attention="eager"),
+    "eager gqa": replace(BASE, attention="eager", num_kv_heads=2),
 }
 
 
