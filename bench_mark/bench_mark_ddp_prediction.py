@@ -17,9 +17,10 @@ from llm.cost_model_counts import forward_flops_per_token
 from llm.hardware import Hardware, known_hardware, match_gpu
 from llm.plan_memory import rank_memory
 from llm.plan_shapes import data_layout, meta_params, predicted_traffic
+from llm.plan_time import cluster_of, copy_bytes_per_s, message_losses
 from parallel.collectives import all_reduce_sum, barrier
 from parallel.cost_model import Cluster, Link, Ring, collective_seconds
-from parallel.cost_model_timeline import Compute, step_time
+from parallel.cost_model_timeline import Compute, step_time, with_packing
 from parallel.cost_model_traffic import Message, step_messages
 from parallel.mesh import Mesh
 
@@ -55,7 +56,7 @@ class Predictor:
     """Predictions for the contestants of one setup; made before any of them runs."""
 
     def __init__(self, setup: Setup, hardware: Hardware):
-        self.setup, self.mesh = setup, setup.mesh
+        self.setup, self.mesh, self.hardware = setup, setup.mesh, hardware
         self.bare_s = predict_workload(setup.work, hardware)["step_s"]
         self.cluster = self.find_cluster(hardware)
 
@@ -67,9 +68,7 @@ class Predictor:
         config = match_gpu(hardware.description, known_hardware())
         if config is None or not config.link_bytes_per_s:
             return None
-        link = Link(config.link_bytes_per_s, config.link_hop_s)
-        network = Link(config.network_bytes_per_s, config.network_hop_s) if config.network_bytes_per_s else None
-        return Cluster(config.gpus_per_node, link, network, config.call_s)
+        return cluster_of(config, -(-self.mesh.world_size // config.gpus_per_node), config.gpus_per_node)
 
     def describe_link(self) -> str:
         if self.cluster is None:
@@ -92,7 +91,9 @@ class Predictor:
         if self.bare_s is None or self.cluster is None:
             return found
         layout = data_layout(config.parallel, config.parallel.degrees().resolve(ranks), 1, config.dtype)
-        time_of = step_time(step_messages(params, layout), self.compute(), layout, self.seconds_of)
+        messages, rates = step_messages(params, layout), self.hardware.rates
+        compute = with_packing(self.compute(), messages, copy_bytes_per_s(rates))
+        time_of = step_time(messages, compute, layout, self.seconds_of, message_losses(self.cluster))
         return found | {"step_s": time_of.step_s, "exposed_s": time_of.exposed_s}
 
     def seconds_of(self, message: Message) -> float:

@@ -9,7 +9,7 @@ from llm.cost_model import predict_workload
 from llm.hardware import Hardware, known_hardware, match_gpu
 from llm.plan_memory import rank_memory
 from llm.plan_shapes import data_layout, meta_params, rank_messages
-from llm.plan_time import cluster_of, message_seconds, rank_time
+from llm.plan_time import cluster_of, message_losses, message_seconds, rank_time
 
 PREDICTED = ("bare", "zero1", "zero2", "zero3")
 NOTHING = {"step_s": None, "peak_bytes": None, "sent_bytes": None}
@@ -39,7 +39,8 @@ def predictions(contestant: Contestant, setup: Setup, hardware: Hardware) -> dic
     links = match_gpu(hardware.description, known_hardware())
     if links is not None and links.link_bytes_per_s is not None:
         nodes = -(-world_size // links.gpus_per_node)
-        seconds_of = message_seconds(degrees, cluster_of(links, nodes, min(world_size, links.gpus_per_node)))
-        time = rank_time(setup.work, hardware.rates, layout, messages, seconds_of, setup.checkpointing)
+        cluster = cluster_of(links, nodes, min(world_size, links.gpus_per_node))
+        both = message_seconds(degrees, cluster), message_losses(cluster)
+        time = rank_time(setup.work, hardware.rates, layout, messages, *both, setup.checkpointing)
         found["step_s"] = time.step_s
     return found

@@ -268,6 +268,8 @@ class HardwareConfig:
     network_bytes_per_s: float | None = None  # of one GPU's port between nodes
     network_hop_s: float | None = None
     call_s: float | None = None  # of starting a collective
+    # That a computation loses to a byte sent beside it (bench_mark_contention); null: not measured, taken as none.
+    beside_s_per_byte: float | None = None
     link_source: str = ""
 
 

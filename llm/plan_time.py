@@ -13,8 +13,8 @@ from llm.args import HardwareConfig
 from llm.cost_model_counts import Workload
 from llm.cost_model_time import optimizer_time, output_product_s, predict_step_time
 from llm.hardware_calibration import Points, Rates
-from parallel.cost_model import Cluster, Link, Ring, collective_seconds
-from parallel.cost_model_timeline import Compute, StepTime, step_time
+from parallel.cost_model import Cluster, Link, Ring, collective_seconds, lost_seconds
+from parallel.cost_model_timeline import Compute, StepTime, step_time, with_packing
 from parallel.cost_model_traffic import DataLayout, Message
 from parallel.mesh_degrees import AXES, Degrees, known_groups
 from parallel.pipeline_schedules_simulation import Simulation
@@ -69,7 +69,8 @@ def cluster_of(hardware: HardwareConfig, nodes: int, gpus_per_node: int) -> Clus
                 f"GPU's share) and hardware.network_hop_s, such as 1.25e9 and 2e-5"
             )
         network = Link(hardware.network_bytes_per_s, hardware.network_hop_s)
-    return Cluster(gpus_per_node, Link(hardware.link_bytes_per_s, hardware.link_hop_s), network, hardware.call_s)
+    link = Link(hardware.link_bytes_per_s, hardware.link_hop_s)
+    return Cluster(gpus_per_node, link, network, hardware.call_s, hardware.beside_s_per_byte or 0.0)
 
 
 def datasheet_rates(hardware: HardwareConfig, dtype: str) -> Rates:
@@ -105,12 +106,14 @@ def compute_of(
     for message in messages:  # FSDP copies a gathered unit out of its message
         if message.op == "all_gather" and message.phase in ("forward", "backward") and not message.micro_batch:
             side = forward if message.phase == "forward" else backward
-            side[message.stage] += 2 * message.nbytes / rate_of(rates)
+            side[message.stage] += 2 * message.nbytes / copy_bytes_per_s(rates)
     parts = layout.shard if layout.zero else 1
-    return Compute(tuple(forward), tuple(backward), optimizer_time(work, rates) / parts)
+    compute = Compute(tuple(forward), tuple(backward), optimizer_time(work, rates) / parts)
+    packed = [message for message in messages if message.axis.startswith("dp")]
+    return with_packing(compute, packed, copy_bytes_per_s(rates))
 
 
-def rate_of(rates: Rates) -> float:
+def copy_bytes_per_s(rates: Rates) -> float:
     size, seconds = rates.new_pass[-1]
     return size / seconds
 
@@ -132,15 +135,21 @@ def message_seconds(degrees: Degrees, cluster: Cluster) -> Callable[[Message], f
     return seconds
 
 
+def message_losses(cluster: Cluster) -> Callable[[Message], float]:
+    """A function from a message to the seconds that a computation beside it loses."""
+    return lambda message: lost_seconds(message.op, message.nbytes, message.ranks, cluster)
+
+
 def rank_time(
     work: Workload,
     rates: Rates,
     layout: DataLayout,
     messages: list[Message],
     seconds_of: Callable[[Message], float],
+    lost_of: Callable[[Message], float] | None = None,
     checkpointing: str = "none",
 ) -> RankTime:
     """Seconds of one optimizer step on one rank; `messages` are its collectives."""
     compute = compute_of(work, rates, layout, checkpointing, messages)
     host = predict_step_time(replace(work, device="cuda"), rates).host_s
-    return RankTime(step_time(messages, compute, layout, seconds_of), host)
+    return RankTime(step_time(messages, compute, layout, seconds_of, lost_of), host)

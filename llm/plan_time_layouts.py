@@ -15,7 +15,7 @@ from llm.hardware_calibration import Rates
 from llm.plan_rank import RankShare, rank_share, stages_of
 from llm.plan_shapes import rank_messages
 from llm.plan_shapes_pipeline import pipeline_shape
-from llm.plan_time import RankTime, compute_of, message_seconds
+from llm.plan_time import RankTime, compute_of, message_losses, message_seconds
 from llm.plan_time_passes import PassMessages
 from parallel.cost_model import Cluster
 from parallel.cost_model_context import ring_backward_time, ring_forward_time
@@ -80,7 +80,7 @@ def layout_time(
         return pipeline_time(config, params, machine, degrees, rank, known)
     own = rank_work(config, params, machine, degrees, rank)
     data = [message for message in own.messages if is_of_data(message)]
-    step = step_time(data, own.compute, own.share.layout, seconds_of)
+    step = step_time(data, own.compute, own.share.layout, seconds_of, message_losses(machine.cluster))
     waits = own.waits(seconds_of)
     rest = step.exposed_s - own.share.layout.micro_batches * sum(own.stalls_s.values())
     for axis in dict.fromkeys(message.axis for message in data if message.phase != "host"):  # the first has them all

@@ -33,6 +33,7 @@ class Cluster:
     link: Link
     network: Link | None  # None: a single node
     call_s: float  # of starting any collective
+    beside_s_per_byte: float = 0.0  # that a computation loses to a byte which its rank sends beside it
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,11 @@ def kind_of(op: str) -> str:
 def moved_bytes(op: str, logged_bytes: float, ranks: int) -> float:
     """Bytes that one rank sends (and as many that it receives) for a collective that the log counts as so many."""
     return 0.0 if ranks == 1 else RINGS[kind_of(op)](ranks)[1] * logged_bytes
+
+
+def lost_seconds(op: str, logged_bytes: float, ranks: int, cluster: Cluster) -> float:
+    """Seconds that the computation beside a collective loses to it."""
+    return cluster.beside_s_per_byte * moved_bytes(op, logged_bytes, ranks)
 
 
 def bandwidth(ring: Ring, cluster: Cluster) -> float:

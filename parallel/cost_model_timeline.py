@@ -2,13 +2,13 @@
 
 A step is a program of three instructions, as the host issues them: compute for so many seconds, start a message, wait
 for one. The link takes messages in the order in which they were started; what the device has to wait for is exposed.
-This is all the overlap there is: no contention for memory or multiprocessors is modelled, so a measured step is slower
-by what the collectives' kernels take from the computation beside them.
+A message takes processors and memory from the computation that it travels beside, so many seconds a message
+(`lost_of`): configs/hardware has a machine's seconds a byte. Nobody loses to a message that is waited for.
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -41,7 +41,10 @@ class Compute:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step; exposed_s of the communication's seconds were not hidden behind computation."""
+    """Seconds of one step; exposed_s of the communication's seconds were not hidden behind computation.
+
+    compute_s is computation with what it loses to the messages beside it.
+    """
 
     step_s: float
     compute_s: float
@@ -61,26 +64,71 @@ class Instruction(NamedTuple):
     stall_s: float = 0.0
 
 
+class Travel(NamedTuple):
+    """A message on the link, and the share of a computation beside it that is left."""
+
+    start: float
+    end: float
+    speed: float
+
+
+SLOWEST = 0.1  # of a computation's speed beside a message
+
+
 def step_time(
-    messages: list[Message], compute: Compute, layout: DataLayout, seconds_of: Callable[[Message], float]
+    messages: list[Message],
+    compute: Compute,
+    layout: DataLayout,
+    seconds_of: Callable[[Message], float],
+    lost_of: Callable[[Message], float] | None = None,
 ) -> StepTime:
-    """Run a step's program; `seconds_of` gives a message's time on an idle link (host messages are not timed)."""
+    """Run a step's program; `seconds_of` gives a message's time on an idle link (host messages are not timed).
+
+    `lost_of` gives the seconds that a computation loses to a whole message beside it; None: nothing.
+    """
     now = link = busy = 0.0
     computed = 0.0
     ends: dict[int, float] = {}
+    travels: deque[Travel] = deque()
     for instruction in program(messages, compute, layout):
         if instruction.kind == "compute":
-            now += instruction.seconds + instruction.stall_s
-            computed += instruction.seconds
+            end = end_of_work(now, instruction.seconds, travels)
+            computed += end - now
+            now = end + instruction.stall_s
             busy += instruction.stall_s
         elif instruction.kind == "start":
             seconds = seconds_of(instruction.message)
-            link = max(link, now) + seconds
+            start, link = max(link, now), max(link, now) + seconds
             busy += seconds
             ends[id(instruction.message)] = link
+            if lost_of is not None and seconds:
+                travels.append(Travel(start, link, max(SLOWEST, 1 - lost_of(instruction.message) / seconds)))
         else:
             now = max(now, ends[id(instruction.message)])
     return StepTime(now, computed, busy)
+
+
+def end_of_work(now: float, seconds: float, travels: deque[Travel]) -> float:
+    """When work of so many seconds that begins now is done, beside messages in the order in which they travel."""
+    while travels and travels[0].end <= now:
+        travels.popleft()
+    for start, end, speed in travels:
+        free = min(seconds, max(0.0, start - now))
+        now, seconds = now + free, seconds - free
+        if not seconds:
+            break
+        done = min(seconds, (end - now) * speed)
+        now, seconds = now + done / speed, seconds - done
+    return now + seconds
+
+
+def with_packing(compute: Compute, messages: list[Message], copy_bytes_per_s: float) -> Compute:
+    """The computation with the copies of gradients into the messages that sum them: each byte read and written."""
+    backward = list(compute.backward_s)
+    for message in messages:
+        if message.phase == "backward" and message.micro_batch == 0 and message.op != "all_gather":
+            backward[message.stage] += 2 * message.nbytes / copy_bytes_per_s
+    return replace(compute, backward_s=tuple(backward))
 
 
 def program(messages: list[Message], compute: Compute, layout: DataLayout) -> Iterator[Instruction]:

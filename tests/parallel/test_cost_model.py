@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from parallel.cost_model import Cluster, Link, Ring, bandwidth, collective_seconds, kind_of, moved_bytes
+from parallel.cost_model import Cluster, Link, Ring, bandwidth, collective_seconds, kind_of, lost_seconds, moved_bytes
 from parallel.cost_model_matrices import matrix_messages, owners_of
 from parallel.cost_model_memory import rank_state
-from parallel.cost_model_timeline import Compute, step_time
+from parallel.cost_model_timeline import Compute, step_time, with_packing
 from parallel.cost_model_traffic import DataLayout, Param, step_messages, step_traffic
 
 NODE = Cluster(8, Link(100e9, 2e-6), None, 1e-5)
@@ -155,12 +155,42 @@ def test_states_follow_the_whiteboard():
         assert state(zero).gathered_blocks == (4 * n,) * 4
 
 
-def ddp_time(seconds):
+def ddp_time(seconds, lost_of=None):
     """Two stages of 2 and 4 s backward, one bucket of gradients after each, messages of `seconds`."""
     params = [Param("a", (250,), 0, False), Param("b", (250,), 1, True)]
     layout = DataLayout(replicate=2, bucket_bytes=1, first_bucket_bytes=1)
     compute = Compute((1.0, 2.0), (2.0, 4.0), 1.0)
-    return step_time(step_messages(params, layout), compute, layout, lambda message: seconds)
+    return step_time(step_messages(params, layout), compute, layout, lambda message: seconds, lost_of)
+
+
+def test_a_computation_loses_to_the_messages_beside_it_and_to_no_other():
+    # The first bucket travels from 7 to 7.5 beside 2 s of work, of which it takes a fifth of a second; the second one
+    # is waited for.
+    lossy = ddp_time(0.5, lambda message: 0.2)
+    assert lossy.step_s == pytest.approx(9.2 + 0.5 + 1)
+    assert (lossy.compute_s, lossy.exposed_s) == (pytest.approx(10.2), pytest.approx(0.5))
+    # From 7 to 10 work goes on at a third of its speed: 1 s of it, and the other by 11, when the second bucket starts.
+    slow = ddp_time(3.0, lambda message: 2.0)
+    assert slow.compute_s == pytest.approx(10.0 + 2.0) and slow.step_s == pytest.approx(11 + 3.0 + 1)
+    # However much a message takes, work does not stand still.
+    assert ddp_time(3.0, lambda message: 100.0).compute_s == pytest.approx(10.0 + 3.0 * 0.9)
+
+
+def test_gradients_are_copied_into_their_messages_beside_backward():
+    params = [Param("a", (250,), 0, False), Param("b", (250,), 1, True)]
+    compute = Compute((1.0, 2.0), (2.0, 4.0), 1.0)
+    for layout, copied in ((DataLayout(replicate=2), 2 * 1004), (DataLayout(shard=2, zero=1), 2 * 1024)):
+        # A flag a parameter; or padding to 64 elements of each, and both in one bucket, behind the last gradient.
+        packed = with_packing(compute, step_messages(params, layout), copy_bytes_per_s=1000.0)
+        assert sum(packed.backward_s) == pytest.approx(6.0 + 2 * copied / 1000)
+        assert (packed.forward_s, packed.optimizer_s) == (compute.forward_s, 1.0)
+
+
+def test_what_a_message_takes_follows_the_bytes_that_a_rank_sends():
+    machine = Cluster(8, Link(1e9, 0.0), None, 0.0, beside_s_per_byte=1e-9)
+    assert lost_seconds("all_reduce_sum", 1e9, 4, machine) == pytest.approx(1.5)
+    assert lost_seconds("all_gather", 1e9, 4, machine) == pytest.approx(0.75)
+    assert lost_seconds("all_reduce_sum", 1e9, 1, machine) == 0.0
 
 
 def test_communication_hides_behind_backward_and_what_is_left_is_exposed():
