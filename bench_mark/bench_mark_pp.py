@@ -1,11 +1,10 @@
 """Pipeline schedules beside torch.distributed.pipelining: forward and backward of one step, no optimizer.
 
 Of every schedule, for each shape of its micro-batches (rows x number): the step's seconds beside the cost model's; a
-rank's idle share, measured as what is left of the step beside its operations, each timed where it runs, and by the
-formula, which is the schedule's table run with those operations' medians and messages as predicted; and idle seconds
-beside 1F1B's. Where the host issues the operations for as long as the step lasts, the row says so: its operations wait
-for their launches, and no formula knows of it. All contestants must agree on the loss. The last line is one JSON
-document.
+rank's idle share as measured and as the schedule's table says with the operations as they were timed
+(bench_mark_pp_idle); and idle seconds beside 1F1B's. Where the host issues the operations for as long as the step
+lasts, the row says so: its operations wait for their launches, and no formula knows of it. All contestants must agree
+on the loss. The last line is one JSON document.
 
     torchrun --nproc-per-node=2 -m bench_mark.bench_mark_pp                       # gloo on CPUs, nccl on GPUs
     torchrun --nproc-per-node=4 -m bench_mark.bench_mark_pp --model 350m --layers 28 --shapes 2x16
@@ -17,13 +16,16 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from bench_mark.bench_mark_model import SHAPES
 from bench_mark.bench_mark_model_report import facts
-from bench_mark.bench_mark_pp_contestants import Bench, Contestant, Times, medians
+from bench_mark.bench_mark_pp_contestants import Bench, Contestant
+from bench_mark.bench_mark_pp_idle import idle_of, rank_summary
+from bench_mark.bench_mark_pp_tracer import StepTimes, message_seconds_measured
 from configs.run_dir import write_json_atomic
 from llm.args import HardwareConfig, TrainConfig
 from llm.hardware import Hardware, detect_hardware
@@ -38,7 +40,6 @@ from parallel.cost_model_traffic import Message
 from parallel.mesh import Mesh, close_mesh, init_mesh, read_ranks
 from parallel.mesh_degrees import Degrees
 from parallel.pipeline_schedules import build_schedule
-from parallel.pipeline_schedules_simulation import Durations, simulate
 
 EAGER = "gpipe 1f1b interleaved zero_bubble zero_bubble_h2"
 GRAPHS = "1f1b zero_bubble zero_bubble_h2"
@@ -46,15 +47,16 @@ GRAPHS = "1f1b zero_bubble zero_bubble_h2"
 GPU_CASE, GPU_SHAPES = ("1b", 17), "1x8,2x8"
 COLUMNS = (
     f"{'variant':22} {'batch':>6} {'predicted':>10} {'measured':>10} {'ratio':>6} {'idle said':>9} {'formula':>8} "
-    f"{'measured':>8} {'ratio':>6} {'of 1f1b':>8} {'loss':>9}  bound"
+    f"{'on paper':>8} {'measured':>8} {'ratio':>6} {'outside':>7} {'message':>7} {'of 1f1b':>8} {'loss':>9}  bound"
 )
+SAID = ("predicted_step_s", "predicted_idle", "predicted_host_s")
 HOST_BOUND = 0.95  # of a step's seconds in which the host still issues it
 LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
 
 
 def measure(contestant: Contestant, shape: tuple[int, int], mesh: Mesh, args: argparse.Namespace) -> dict[str, Any]:
     """Seconds of steps that all ranks begin together, and on every rank those of their operations and of the host."""
-    tracer, seconds, host, times = contestant.tracer, [], [], []
+    tracer, seconds, host, steps = contestant.tracer, [], [], []
     for turn in range(args.warmup + args.steps):
         synchronise(mesh)
         barrier(mesh, "pp")
@@ -63,16 +65,17 @@ def measure(contestant: Contestant, shape: tuple[int, int], mesh: Mesh, args: ar
         synchronise(mesh)
         own = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
         taken = float(all_reduce_max(own, mesh, "pp"))
-        found: Times = tracer.drain() if tracer is not None else {}
         if turn >= args.warmup:
             seconds.append(taken)
-            host.append(0.0 if tracer is None else tracer.issued - began)
-            times.append(found)
+            if tracer is not None:
+                host.append(tracer.issued - began)
+                steps.append(asdict(tracer.drain()))
     total = float(all_reduce_sum(torch.tensor(loss, dtype=torch.float64), mesh, "pp"))
-    busy = [sum(map(sum, step.values())) for step in times]
-    own = {"busy_s": statistics.median(busy), "host_s": statistics.median(host), "operations_s": medians(times)}
-    ranks = all_gather_json(own, mesh, "pp")
-    return {"step_s": statistics.median(seconds), "seconds": seconds, "loss": total, "by_rank": ranks}
+    found = {"step_s": statistics.median(seconds), "seconds": seconds, "loss": total}
+    if tracer is None:
+        return found
+    ranks = all_gather_json({"host_s": statistics.median(host), "steps": steps}, mesh, "pp")
+    return found | {"by_rank": ranks, "message_s": message_seconds_measured(contestant.boundary(shape[0]), mesh)}
 
 
 def synchronise(mesh: Mesh) -> None:
@@ -85,21 +88,23 @@ def row_of(
 ) -> dict[str, Any]:
     """What was measured beside the prediction and the formula; torch's operations are not known, so neither is."""
     row = {"variant": contestant.name, "rows": shape[0], "micro_batches": shape[1], **found}
-    row |= dict.fromkeys(("predicted_step_s", "predicted_idle", "formula_idle", "idle", "idle_s"))
     if contestant.tracer is None:
-        return row | {"bound": "–"}
+        return row | dict.fromkeys((*SAID, "idle", "idle_s", "formula_idle", "paper_idle")) | {"bound": "–"}
     host = max(rank["host_s"] for rank in found["by_rank"])
     row["bound"] = machine.device if host < HOST_BOUND * found["step_s"] or machine.device == "cpu" else "host"
     config = contestant.config(*shape)
     said = layout_time(config, meta_params(config.model), machine, ranks)
-    simulation = said.simulation
-    idle = found["step_s"] - sum(rank["busy_s"] for rank in found["by_rank"]) / ranks
-    row |= {"predicted_step_s": max(simulation.total, said.host_s), "predicted_host_s": said.host_s}
-    row |= {"predicted_idle": simulation.bubble}
+    row |= zip(SAID, (max(said.simulation.total, said.host_s), said.simulation.bubble, said.host_s), strict=True)
+    row["predicted_message_s"] = send_seconds(config, machine)
+    times = [[StepTimes(**step) for step in rank["steps"]] for rank in found["by_rank"]]
+    row["by_rank"] = [
+        {"host_s": rank["host_s"]} | rank_summary(own) for rank, own in zip(found["by_rank"], times, strict=True)
+    ]
+    steps = list(zip(*times, strict=True))  # by step, then by rank
     schedule = build_schedule(contestant.schedule, ranks, shape[1], contestant.chunks)
-    send_s = send_seconds(config, machine)
-    formula = simulate(schedule, stage_durations(found["by_rank"], schedule.stages, send_s)).bubble
-    return row | {"formula_idle": formula, "idle": idle / found["step_s"], "idle_s": idle}
+    row |= idle_of(schedule, found["seconds"], steps, row["predicted_message_s"], found["message_s"])
+    middle = sorted(range(len(steps)), key=lambda index: found["seconds"][index])[len(steps) // 2]
+    return row | {"timeline": [rank.operations for rank in steps[middle]]}
 
 
 def send_seconds(config: TrainConfig, machine: Machine) -> float:
@@ -107,16 +112,6 @@ def send_seconds(config: TrainConfig, machine: Machine) -> float:
     shape = pipeline_shape(meta_params(config.model), config, [config.micro_batch_size * config.data.seq_len])
     message = Message("exchange", "pp", shape.dtype, shape.ranks, shape.boundary_bytes[0], "")
     return message_seconds(config.parallel.degrees().resolve(shape.ranks), machine.cluster)(message)
-
-
-def stage_durations(by_rank: list[dict[str, Any]], stages: int, send_s: float = 0.0) -> list[Durations]:
-    """Of each stage the medians of its operations; a backward pass in one counts as its input part."""
-    seconds = {kind: value for rank in by_rank for kind, value in rank["operations_s"].items()}
-
-    def of(kind: str, stage: int) -> float:
-        return seconds.get(f"{kind}{stage}", 0.0)
-
-    return [Durations(of("F", s), of("B", s) + of("I", s), of("W", s), send_s) for s in range(stages)]
 
 
 def show(row: dict[str, Any], idle_1f1b_s: float | None) -> str:
@@ -128,11 +123,16 @@ def show(row: dict[str, Any], idle_1f1b_s: float | None) -> str:
     idle_ratio = None if not row["formula_idle"] else idle / row["formula_idle"]
     of_1f1b = None if idle_1f1b_s is None or row["idle_s"] is None else row["idle_s"] / idle_1f1b_s
     milliseconds = (None if value is None else value * 1e3 for value in (said, row["step_s"]))
+    outside_ms = message_ms = None
+    if "by_rank" in row:  # milliseconds of the rank that does most outside its operations, and of a message
+        outside_ms = 1e3 * max(rank["before_s"] + rank["after_s"] for rank in row["by_rank"])
+        message_ms = 1e3 * row["message_s"]
     said_ms, step_ms = (number(value, ".1f", 7) for value in milliseconds)
     return (
         f"{row['variant']:22} {row['rows']:>2}x{row['micro_batches']:<3} {said_ms} ms {step_ms} ms "
         f"{number(step_ratio, '.2f', 6)} {number(row['predicted_idle'], '.3f', 9)} "
-        f"{number(row['formula_idle'], '.3f', 8)} {number(idle, '.3f', 8)} {number(idle_ratio, '.2f', 6)} "
+        f"{number(row['formula_idle'], '.3f', 8)} {number(row['paper_idle'], '.3f', 8)} {number(idle, '.3f', 8)} "
+        f"{number(idle_ratio, '.2f', 6)} {number(outside_ms, '.2f', 7)} {number(message_ms, '.3f', 7)} "
         f"{number(of_1f1b, '.2f', 8)} {row['loss']:>9.5f}  {row['bound']}"
     )
 

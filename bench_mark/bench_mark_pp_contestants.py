@@ -5,11 +5,8 @@ ours, driven by torch.distributed.pipelining.
 """
 
 import copy
-import statistics
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bench_mark.bench_mark_model import SHAPES, load_model_config
+from bench_mark.bench_mark_pp_tracer import Tracer
 from llm.args import DataConfig, KernelsConfig, ParallelConfig, TrainConfig
 from llm.data_loader import Batch
 from llm.parallelize import Parallelized, make_forward_loss, parallelize
@@ -24,9 +22,6 @@ from llm.transformer import Transformer
 from llm.transformer_context import make_context
 from llm.transformer_kernels import make_loss
 from parallel.mesh import Mesh
-from parallel.pipeline_schedules import Operation
-
-Times = dict[str, list[float]]  # seconds of each operation of a kind and stage, "F0"
 
 
 @dataclass
@@ -37,40 +32,9 @@ class Contestant:
     schedule: str
     chunks: int
     step: Callable[[int, int], float]
-    tracer: "Tracer | None" = None
+    tracer: Tracer | None = None
     config: Callable[[int, int], TrainConfig] | None = None  # what is predicted, by rows and micro-batches
-
-
-@dataclass
-class Tracer:
-    """Times each operation of a step where it runs, its message being there: PipelineRunner.observe."""
-
-    device: torch.device
-    issued: float = 0.0  # when the host had issued the last one
-    spans: list[tuple[Operation, Any, Any]] = field(default_factory=list)
-
-    @contextmanager
-    def __call__(self, op: Operation) -> Iterator[None]:
-        began = self.mark()
-        yield
-        self.spans.append((op, began, self.mark()))
-        self.issued = time.perf_counter()
-
-    def mark(self) -> Any:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def drain(self) -> Times:
-        """The seconds since the last call; the device is done with them."""
-        times: Times = {}
-        for op, began, ended in self.spans:
-            seconds = ended - began if self.device.type != "cuda" else began.elapsed_time(ended) / 1e3
-            times.setdefault(f"{op.kind}{op.stage}", []).append(seconds)
-        self.spans = []
-        return times
+    boundary: Callable[[int], Tensor] | None = None  # what crosses between stages, by rows; empty
 
 
 class TorchStage(nn.Module):
@@ -137,14 +101,19 @@ class Bench:
             ids, targets = self.batch(rows, micro_batches)
             pairs = zip(ids.split(rows), targets.split(rows), strict=True)
             batches = [Batch(*pair, rows * self.seq_len) for pair in pairs]
-            loss, _ = parts.pipeline.accumulate_gradients(batches, ids.numel(), forward_loss)
-            parts.model.zero_grad()
+            with tracer.step():
+                loss, _ = parts.pipeline.accumulate_gradients(batches, ids.numel(), forward_loss)
+                parts.model.zero_grad()
             return float(loss) / ids.numel()
 
         def config(rows: int, micro_batches: int) -> TrainConfig:
             return self.config(schedule, chunks, graph, rows, micro_batches)
 
-        return Contestant(f"{schedule}{' graph' if graph else ''}", schedule, chunks, step, tracer, config)
+        def boundary(rows: int) -> Tensor:
+            ids = self.batch(rows, 1)[0]
+            return parts.pipeline.boundary(Batch(ids, ids, 0))
+
+        return Contestant(f"{schedule}{' graph' if graph else ''}", schedule, chunks, step, tracer, config, boundary)
 
     def torchs(self, name: str) -> Contestant:
         """torch.distributed.pipelining over the same weights; zero_bubble is its interleaved one, two stages a rank."""
@@ -192,9 +161,3 @@ class Bench:
             module, stage, parts.pipeline.last_stage + 1, self.mesh.device, input_args=(ids if stage == 0 else states,),
             output_args=(out,), group=self.mesh.group("pp"),
         )  # fmt: skip
-
-
-def medians(steps: list[Times]) -> dict[str, float]:
-    """The median seconds of each kind of operation over all steps."""
-    kinds = {kind for times in steps for kind in times}
-    return {kind: statistics.median(s for times in steps for s in times.get(kind, [])) for kind in sorted(kinds)}

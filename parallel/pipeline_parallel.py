@@ -84,8 +84,9 @@ class PipelineRunner:
         self.ranks, self.rank = mesh.size(settings.axis), mesh.rank_in(settings.axis)
         self.num_stages = self.ranks * settings.chunks
         self.programs: dict[int, Program] = {}  # by the number of micro-batches
-        # Entered around each operation, its message being there; who times operations puts its own in.
-        self.observe: Callable[[Operation], AbstractContextManager] = nullcontext
+        # Entered around each operation, its message being there, and with None around all of a step's operations and
+        # messages, which leaves out what is done before and after them; who times a step puts its own in.
+        self.observe: Callable[[Operation | None], AbstractContextManager] = nullcontext
 
     def program(self, micro_batches: int) -> Program:
         """What this rank does in a step; checked by the simulator when it is made."""
@@ -101,6 +102,12 @@ class PipelineRunner:
             self.keeper.begin_passes(tuple(step for step in program if isinstance(step, Operation)))
         if self.graphs is not None and self.graphs.begin_step(stages, micro_batches, program):
             passes.graphs = self.graphs
+        with self.observe(None):
+            self.run_program(program, micro_batches, passes)
+        return [passes.results[index] for index in sorted(passes.results)]
+
+    def run_program(self, program: Program, micro_batches: list[Any], passes: Passes) -> None:
+        """Operations and messages in their order, until all of them are done."""
         for step in program:
             if isinstance(step, Exchange):
                 self.start_exchange(step, micro_batches, passes)
@@ -115,7 +122,6 @@ class PipelineRunner:
                     self.backward(step, passes)
         for pending in passes.started:
             pending.wait()
-        return [passes.results[index] for index in sorted(passes.results)]
 
     @torch.no_grad()
     def run_forward(self, stages: dict[int, StageFunction], micro_batches: list[Any]) -> list[Any]:

@@ -2,9 +2,11 @@
 
 Every rank takes its operations in order, each as soon as the rank is free and what it waits for is there. The result
 gives the time of every operation, idle time, and the most activations that a rank holds; a table in which somebody
-waits for ever, or in which an operation is missing or there twice, is an error that names it.
+waits for ever, or in which an operation is missing or there twice, is an error that names it. What a rank does in a
+step outside its operations delays the first of them and the end, and is not idle time.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -36,12 +38,15 @@ class Simulation:
 
     schedule: Schedule
     times: dict[Operation, tuple[float, float]]
-    idle: list[float] = field(default_factory=list)  # from 0 to the end of the last operation of all ranks
+    outside: list[tuple[float, float]]  # what each rank does before its first operation and after its last one
+    idle: list[float] = field(default_factory=list)  # from 0 to `total`, with neither an operation nor work outside
     peak: list[int] = field(default_factory=list)  # micro-batches, of one stage each, whose activations are held
 
     @property
     def total(self) -> float:
-        return max(end for _, end in self.times.values())
+        """When the last rank is done."""
+        ends = (self.times[row[-1]][1] for row in self.schedule.table)
+        return max(end + after for end, (_, after) in zip(ends, self.outside, strict=True))
 
     @property
     def bubble(self) -> float:
@@ -80,18 +85,32 @@ def simulate(
     scale = of_stage or [1.0] * schedule.stages
     kinds = {op.kind for row in schedule.table for op in row}
     seconds = {(kind, stage): each[stage].of(kind) * scale[stage] for kind in kinds for stage in range(schedule.stages)}
+    return replay(schedule, lambda op: seconds[op.kind, op.stage], [durations.send for durations in each])
+
+
+def replay(
+    schedule: Schedule,
+    seconds_of: Callable[[Operation], float],
+    send: list[float],
+    outside: list[tuple[float, float]] | None = None,
+) -> Simulation:
+    """The same with the seconds of every single operation; `send` is by the sending stage.
+
+    `outside` is of each rank the work that no schedule knows of: before its first operation, and after its last one.
+    """
+    outside = outside or [(0.0, 0.0)] * schedule.ranks
     times: dict[Operation, tuple[float, float]] = {}
-    free = [0.0] * schedule.ranks
+    free = [before for before, _ in outside]
     for rank, op, needed in runnable_order(schedule):
         start = free[rank]
         for other in needed:
             ready = times[other][1]
             if other.stage % schedule.ranks != rank:
-                ready += each[other.stage].send
+                ready += send[other.stage]
             start = max(start, ready)
-        free[rank] = start + seconds[op.kind, op.stage]
+        free[rank] = start + seconds_of(op)
         times[op] = (start, free[rank])
-    return summed_up(schedule, times)
+    return summed_up(Simulation(schedule, times, outside))
 
 
 @lru_cache(maxsize=256)
@@ -118,15 +137,16 @@ def runnable_order(schedule: Schedule) -> list[tuple[int, Operation, list[Operat
     return order
 
 
-def summed_up(schedule: Schedule, times: dict[Operation, tuple[float, float]]) -> Simulation:
-    result = Simulation(schedule, times)
-    for row in schedule.table:
+def summed_up(result: Simulation) -> Simulation:
+    """With each rank's idle time and peak."""
+    total, times = result.total, result.times
+    for row, around in zip(result.schedule.table, result.outside, strict=True):
         held = peak = 0
         for op in row:
             held += (op.kind == FORWARD) - (op.kind in (BACKWARD, WEIGHT))
             peak = max(peak, held)
         result.peak.append(peak)
-        result.idle.append(result.total - sum(times[op][1] - times[op][0] for op in row))
+        result.idle.append(total - sum(around) - sum(times[op][1] - times[op][0] for op in row))
     return result
 
 
