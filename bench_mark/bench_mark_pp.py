@@ -104,7 +104,7 @@ def row_of(
     schedule = build_schedule(contestant.schedule, ranks, shape[1], contestant.chunks)
     row |= idle_of(schedule, found["seconds"], steps, row["predicted_message_s"], found["message_s"])
     middle = sorted(range(len(steps)), key=lambda index: found["seconds"][index])[len(steps) // 2]
-    return row | {"timeline": [rank.operations for rank in steps[middle]]}
+    return row | {"timeline_ms": [rank.lines() for rank in steps[middle]]}
 
 
 def send_seconds(config: TrainConfig, machine: Machine) -> float:

@@ -50,6 +50,12 @@ class StepTimes:
             kinds.setdefault(f"{op.kind}{op.stage}", []).append(seconds)
         return {kind: statistics.mean(seconds) for kind, seconds in sorted(kinds.items())}
 
+    def lines(self) -> list[str]:
+        """An operation each, stage and micro-batch, start and end in milliseconds: "F0.3 27.112 36.014"."""
+        return [
+            f"{kind}{at}.{index} {1e3 * start:.3f} {1e3 * end:.3f}" for kind, at, index, start, end in self.operations
+        ]
+
 
 @dataclass
 class Tracer:
