@@ -22,11 +22,12 @@ ADDS_UP = ("calls", "bytes", "seconds", "exposed_seconds")  # fields of the log'
 def prepare(build: Callable[[], Contestant], mesh: Mesh, warmup: int) -> Contestant:
     """A contestant that has warmed up, with the peak memory of one step; what others hold is not counted."""
     held_by_others = torch.cuda.memory_allocated(mesh.device) if mesh.device.type == "cuda" else 0
+    read_by_others = mesh.peer_bytes
     contestant = build()
     for _ in range(warmup):
         contestant.losses.append(contestant.step().item())
     gc.collect()
-    with PeakMemory(mesh.device, contestant.tensors()) as memory:
+    with PeakMemory(mesh.device, contestant.tensors(), mesh.peer_bytes - read_by_others) as memory:
         contestant.losses.append(contestant.step().item())
     contestant.peak_bytes = memory.peak_bytes - held_by_others
     return contestant

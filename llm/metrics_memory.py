@@ -71,11 +71,12 @@ class LiveTensorBytes(TorchDispatchMode):
 class PeakMemory:
     """`with PeakMemory(device, tensors) as memory: ...`, then memory.peak_bytes.
 
-    `tensors` are those that exist already (weights, optimizer state); a GPU's allocator knows them by itself.
+    `tensors` are those that exist already (weights, optimizer state); a GPU's allocator knows them by itself, but not
+    `outside_bytes` (a mesh's peer_bytes).
     """
 
-    def __init__(self, device: torch.device, tensors: Iterable[Tensor] = ()):
-        self.device = device
+    def __init__(self, device: torch.device, tensors: Iterable[Tensor] = (), outside_bytes: int = 0):
+        self.device, self.outside_bytes = device, outside_bytes
         self.mode = LiveTensorBytes(tensors) if device.type == "cpu" else None
         self.peak_bytes = 0
 
@@ -88,7 +89,7 @@ class PeakMemory:
 
     def __exit__(self, *exception: Any) -> None:
         if self.mode is None:
-            self.peak_bytes = torch.cuda.max_memory_allocated(self.device)
+            self.peak_bytes = torch.cuda.max_memory_allocated(self.device) + self.outside_bytes
         else:
             self.mode.__exit__(*exception)
             self.peak_bytes = self.mode.peak_bytes

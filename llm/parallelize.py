@@ -164,7 +164,10 @@ def apply_data_strategy(
         ddp = DdpSettings(parallel.ddp_mode, bucket_bytes, first_bytes, reduce_dtype, transport=parallel.transport)
         return DataParallel(model, mesh, ddp)
     if parallel.zero == 1:
-        return Zero1(model, mesh, Zero1Settings(bucket_bytes, first_bytes, reduce_dtype, transport=parallel.transport))
+        zero1 = Zero1Settings(bucket_bytes, first_bytes, reduce_dtype, transport=parallel.transport)
+        # A model that is compiled as a whole, and a pipeline's stages, have no place to wait for a block's parameters.
+        late = config.compile != "model" and stages is None
+        return Zero1(model, mesh, zero1, model.blocks.values() if late else ())
     if config.compile == "model":
         raise UserError(
             f"compile=model cannot see through the hooks of parallel.zero={parallel.zero}; use compile=block"

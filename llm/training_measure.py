@@ -65,7 +65,8 @@ class FirstSteps:
             yield
             return
         trainer = self.trainer
-        with PeakMemory(trainer.mesh.device, held_tensors(trainer.model, trainer.optimizer)) as memory:
+        mesh, held = trainer.mesh, held_tensors(trainer.model, trainer.optimizer)
+        with PeakMemory(mesh.device, held, mesh.peer_bytes) as memory:
             yield
         trainer.peak_bytes = max(trainer.peak_bytes, memory.peak_bytes)
         trainer.record.measure(memory_peak_bytes=trainer.peak_bytes)
@@ -89,7 +90,7 @@ def log_step(trainer: Trainer, result: StepResult) -> str:
     tokens_per_s = window.tokens_per_s or None
     utilisation = mfu(flops, tokens_per_s, peak and peak * trainer.mesh.world_size) if tokens_per_s else None
     if trainer.mesh.device.type == "cuda":
-        trainer.peak_bytes = max(trainer.peak_bytes, torch.cuda.max_memory_allocated())
+        trainer.peak_bytes = max(trainer.peak_bytes, torch.cuda.max_memory_allocated() + trainer.mesh.peer_bytes)
     trainer.record.line(
         trainer.step,
         loss=loss,

@@ -11,6 +11,7 @@ On CPUs the same steps run over shared memory and gloo, one after the other when
 
 import os
 import tempfile
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
 
 from configs.errors import UserError
 from parallel.collectives import all_gather_json, barrier
@@ -50,6 +52,8 @@ class PeerMemory:
         from torch.distributed import _symmetric_memory as symmetric
 
         own = symmetric.empty(nbytes, dtype=torch.uint8, device=self.mesh.device)
+        self.mesh.peer_bytes += nbytes
+        weakref.finalize(self, give_back_bytes, self.mesh, nbytes)
         self.handle = symmetric.rendezvous(own, self.mesh.group(self.axis))
         others = [self.handle.get_buffer(place, (nbytes,), torch.uint8) for place in range(self.size)]
         return [own if place == self.rank else arena for place, arena in enumerate(others)]
@@ -69,6 +73,10 @@ class PeerMemory:
         assert end <= self.arenas[0].numel(), f"{end} bytes asked for of {self.arenas[0].numel()}"
         self.taken = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         return PeerBuffer(self, [arena[begin:end].view(dtype) for arena in self.arenas])
+
+
+def give_back_bytes(mesh: Mesh, nbytes: int) -> None:
+    mesh.peer_bytes -= nbytes
 
 
 def peer_bytes(sizes: list[tuple[int, torch.dtype]]) -> int:
@@ -141,7 +149,8 @@ class AtWait:
 
     def wait(self) -> None:
         if not self.is_over:
-            self.run()
+            with _disable_current_modes():  # who counts this rank's tensors must not see those of others
+                self.run()
             self.is_over = True
 
     def is_completed(self) -> bool:

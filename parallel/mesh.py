@@ -49,6 +49,7 @@ class Mesh:
     degrees: Degrees = field(default_factory=lambda: Degrees().resolve(1))
     streams: dict[str, torch.cuda.Stream] = field(default_factory=dict)
     watchdog: Watchdog | None = None  # tells which ranks are missing when a collective hangs
+    peer_bytes: int = 0  # of this GPU that other ranks read (collectives_peer), which its allocator does not count
 
     def __post_init__(self) -> None:
         if self.world_size == 1:  # a mesh of one rank has every axis

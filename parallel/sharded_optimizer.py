@@ -1,11 +1,12 @@
 """ZeRO-1 (Rajbhandari et al. 2020): every rank holds the model, each updates its part of it with its part of the state.
 
 Gradients of a flat bucket are reduce-scattered from hooks while backward goes on; a rank then steps its part of every
-bucket and gathers the updated parameters, the gather of one bucket beside the step of the next. Sums, not means: each
+bucket and gathers the updated parameters, the gather of one bucket beside the step of the next and, where the model has
+units, beside the next forward pass. Sums, not means: each
 rank's loss is already divided by the number of target tokens of the global batch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ from parallel.collectives_pending import Pending, wait_all
 from parallel.ddp import broadcast_parameters, check_unchanged, describe
 from parallel.mesh import Mesh
 from parallel.sharded_checkpoint_pieces import Piece, whole
+from parallel.sharded_optimizer_arrivals import Arrivals
 from parallel.sharded_optimizer_buckets import Bucket, plan_buckets
 from parallel.sharded_optimizer_matrices import share_matrices
 from parallel.sharded_optimizer_peer import PeerBuckets
@@ -61,7 +63,14 @@ class Zero1:
     `parameters` hold the summed gradient. Between the micro-batches of a step nothing is sent.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh, settings: Zero1Settings = Zero1Settings()):
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        settings: Zero1Settings = Zero1Settings(),
+        units: Iterable[nn.Module] = (),
+    ):
+        """`units`: modules in the order in which forward runs them, each of which waits for its own parameters."""
         self.model, self.mesh, self.settings, self.axis = model, mesh, settings, settings.shard_axis
         for axis in (settings.shard_axis, settings.replicate_axis):
             broadcast_parameters(model, mesh, axis)
@@ -75,6 +84,7 @@ class Zero1:
             Bucket(plan, [params[name] for name in plan.names], ranks, rank, self.peer and self.peer.parameters(plan))
             for plan in plans
         ]
+        self.arrivals = Arrivals(model, units if mesh.is_active(self.axis) else (), self.buckets)
         by_name = {shard.name: shard for bucket in self.buckets for shard in bucket.shards}
         self.shards = [by_name[name] for name, _ in named]
         self.parameters = [shard.local for shard in self.shards if shard.local.numel()]
@@ -181,11 +191,13 @@ class Zero1:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """The full parameters, which are always there."""
+        """The full parameters, which are always there once they have arrived."""
+        self.arrivals.wait()
         yield
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Every trainable parameter in full."""
+        self.arrivals.wait()
         return {name: param.detach() for name, param in self.model.named_parameters() if param.requires_grad}
 
     def full_gradients(self) -> dict[str, Tensor | None]:
@@ -196,6 +208,7 @@ class Zero1:
 
     def pieces(self) -> list[Piece]:
         """Every parameter and persistent buffer, whole on every rank."""
+        self.arrivals.wait()
         ranks, (replicas, replica) = self.mesh.size(self.axis), self.replicas()
         everywhere = (replicas * ranks, replica * ranks + self.mesh.rank_in(self.axis))
         persistent = self.model.state_dict(keep_vars=True).keys()
@@ -216,7 +229,9 @@ class ShardedOptimizer:
 
     def __init__(self, optimizer: GroupOptimizer, strategy: Zero1):
         self.optimizer, self.strategy = optimizer, strategy
-        self.stages = [(buckets, self.members(buckets)) for buckets in stages(strategy.buckets)]
+        # Gradients come last layer first, parameters are wanted first layer first.
+        in_order = strategy.buckets[::-1] if strategy.arrivals.may_be_late else strategy.buckets
+        self.stages = [(buckets, self.members(buckets)) for buckets in stages(in_order)]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -239,20 +254,23 @@ class ShardedOptimizer:
     def step(self, gradient_scale: Tensor | None = None) -> None:
         """Update the shards and gather the parameters; matrices first, then a few buckets at a time beside the gathers.
 
-        Gradients count `gradient_scale` times (a scalar on their device).
+        With units the gathers go on in the next forward pass. Gradients count `gradient_scale` times (a scalar on their
+        device).
         """
+        arrivals = self.strategy.arrivals
+        arrivals.wait()  # of the step before, if no forward pass has done it
         self.optimizer.counted = []
         for group in self.optimizer.param_groups:
             if "matrices" in group:  # an exchange over all ranks, whatever lies in which bucket
                 self.optimizer.update(group, gradient_scale)
-        pending = []
         for buckets, members in self.stages:
             for index, params in members.items():
                 self.optimizer.update(self.optimizer.param_groups[index] | {"params": params}, gradient_scale)
             for bucket in buckets:
                 if any(shard.has_gradient for shard in bucket.shards):
-                    pending.append(self.start_gather(bucket))
-        wait_all(pending)
+                    arrivals.expect(bucket, self.start_gather(bucket))
+        if not arrivals.may_be_late:
+            arrivals.wait()
 
     def start_gather(self, bucket: Bucket) -> Pending:
         """Begin to fill a bucket's parameters with what the other ranks have updated."""
@@ -289,9 +307,11 @@ def stages(buckets: list[Bucket]) -> list[list[Bucket]]:
     return runs
 
 
-def apply_zero1(model: nn.Module, mesh: Mesh, settings: Zero1Settings = Zero1Settings()) -> Zero1:
+def apply_zero1(
+    model: nn.Module, mesh: Mesh, settings: Zero1Settings = Zero1Settings(), units: Iterable[nn.Module] = ()
+) -> Zero1:
     """Wrap a model for ZeRO-1: rank 0's values on every rank, parameters as views of flat buckets, hooks in place.
 
     Build the optimizer afterwards and pass it through `shard_optimizer`.
     """
-    return Zero1(model, mesh, settings)
+    return Zero1(model, mesh, settings, units)

@@ -100,6 +100,52 @@ def test_buckets_that_others_read_match_the_backends(dtype):
         assert_equal_to_reference(run(3, train, case, Zero1Settings(*sizes, transport="peer")), case, FP64)
 
 
+class Tower(nn.Module):
+    """Three units between a table and an output matrix, which belong to none."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(4, 4, dtype=torch.float64))
+        self.blocks = nn.ModuleList(nn.Linear(4, 4, bias=False, dtype=torch.float64) for _ in range(3))
+        self.output = nn.Linear(4, 4, bias=False, dtype=torch.float64)
+        for index, param in enumerate(self.parameters()):
+            nn.init.normal_(param, generator=torch.Generator().manual_seed(index))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x @ self.table
+        for block in self.blocks:
+            x = block(x)
+        return x @ self.output.weight  # as a fused loss reads it: no hook of its own would fire
+
+
+def late_parameters(mesh, with_units):
+    model, seen = Tower(), []
+    settings = Zero1Settings(bucket_bytes=1, first_bucket_bytes=1, transport="peer")  # nothing arrives but by wait()
+    strategy = apply_zero1(model, mesh, settings, list(model.blocks) if with_units else ())
+    optimizer = strategy.shard_optimizer(build_optimizer(model.named_parameters(), optimizer_config("sgd")))
+    for module in model.blocks:
+        module.register_forward_pre_hook(lambda *_: seen.append(len(strategy.arrivals.pending)))
+    for _ in range(2):
+        strategy.begin_micro_batch(last=True)
+        model(torch.full((2, 4), 1.0 + mesh.rank, dtype=torch.float64)).sum().backward()
+        strategy.finish_gradients()
+        optimizer.step()
+        seen.append(len(strategy.arrivals.pending))
+        optimizer.zero_grad()
+    return seen, strategy.full_parameters(), len(strategy.arrivals.pending)
+
+
+@pytest.mark.dist
+def test_with_units_parameters_arrive_during_the_next_forward_pass():
+    late, at_once = run(2, late_parameters, True), run(2, late_parameters, False)
+    for (seen, parameters, left), (seen_at_once, expected, _) in zip(late, at_once, strict=True):
+        # Five matrices are under way; the model waits for the table, a block for its own, the last for the output too.
+        assert seen == [0, 0, 0, 5, 3, 2, 0, 5] and left == 0
+        assert seen_at_once == [0] * 8
+        for name, value in expected.items():
+            assert torch.equal(parameters[name], value), name
+
+
 @pytest.mark.dist
 def test_shards_and_replicas_together_match_one_process():
     case = Case("muon")

@@ -157,6 +157,15 @@ MUTANTS = [
         "if any(shard.has_gradient for shard in bucket.shards)", "if False", "dp=2,zero=1",
     ),
     Mutant(
+        "zero 1: a block does not wait for its parameters", "parallel.sharded_optimizer_arrivals:Arrivals.wait",
+        "needed is None or index in needed", "needed is None", "dp=2,zero=1,transport=peer",
+    ),
+    Mutant(
+        "zero 1: what stands behind the blocks is not waited for",
+        "parallel.sharded_optimizer_arrivals:Arrivals.__init__", "needs[-1] |= last", "pass",
+        "dp=2,zero=1,transport=peer",
+    ),
+    Mutant(
         "zero 1: a rank steps its neighbour's part", "parallel.sharded_optimizer:Zero1.finish_gradients",
         "bucket.own_gradient[place]", "bucket.own_gradient[place].flip(0)", "dp=2,zero=1",
     ),
