@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from llm.args import ModelConfig
+from llm.args import KernelsConfig, ModelConfig
 from llm.cost_model import Workload
 from llm.cost_model_memory import BF16, FP32
 from llm.cost_model_time import end_passes, predict_step_time
@@ -132,3 +132,10 @@ def test_a_kind_that_is_slow_slows_the_blocks_that_have_it(kind):
         moved += (FP32 + BF16) * (4 * 64 * 64 + 3 * 64 * 160 + 64 * BASE.vocab_size)
     added = predict_step_time(work, slow).step_s - predict_step_time(work, rates).step_s
     assert moved and added == pytest.approx(moved * (1e-9 - 1e-12), rel=1e-6)
+
+
+def test_a_fused_step_costs_its_host_what_python_nodes_cost_there():
+    work = Workload(replace(BASE, num_layers=3), ROWS, LENGTH, device="cuda", kernels=KernelsConfig(swiglu=True))
+    rates = Rates(FLAT, FAST, FAST, FAST, ((16, FLAT, FLAT),), 1e15, 1e-6)
+    slow, slower = (predict_step_time(work, replace(rates, node_overhead_s=s)).host_s for s in (1e-5, 3e-5))
+    assert slower - slow == pytest.approx(3 * 2e-5)  # one node a block
