@@ -71,6 +71,7 @@ def row_of(found: Measured, hardware: Hardware, cluster: Cluster) -> dict[str, A
         "predicted_step_s": said["step_s"], "step_s": step_s, "exposed_s": said.get("exposed_s", 0.0),
         "measured_exposed_s": sum(line["exposed_seconds"] for line in found.comm),
         "predicted_peak_bytes": said["memory_peak_bytes"], "peak_bytes": found.peak_bytes,
+        "graph_bytes": found.graph_bytes,
         "predicted_sent_bytes": expected, "sent_bytes": sent, "bound": said["notes"]["step_s"],
         "predicted_idle": said.get("bubble"), "idle": float(waited.mean()) / step_s if config.parallel.pp > 1 else None,
         "waited_by_rank_s": waited.tolist(), "host_by_rank_s": host.tolist(),

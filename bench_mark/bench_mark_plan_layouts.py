@@ -105,6 +105,7 @@ class Measured:
     mesh: Mesh
     micro_batches: int
     peak_bytes: int
+    graph_bytes: int = 0  # of these what lies free in the graphs' pools
     seconds: list[float] = field(default_factory=list)  # of a step, until the last rank was done
     host_seconds: list[float] = field(default_factory=list)  # of a step, until this rank's host had issued it
     comm: list[dict[str, Any]] = field(default_factory=list)  # the log's lines of one timed step
@@ -116,7 +117,8 @@ def measure(bench: Bench, text: str, steps: int, warmup: int) -> Measured:
     config, device = bench.config(text), bench.mesh.device
     degrees = config.parallel.degrees()
     mesh = make_mesh(degrees, device, bench.mesh.local_rank)
-    others = torch.cuda.memory_allocated(device) + graph_bytes(device) if device.type == "cuda" else 0
+    others = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    others_graphs = graph_bytes(device)
     model = copy.deepcopy(bench.initial).to(device)
     parts = parallelize(model, config, mesh)
     loss = make_loss(config.kernels, config.z_loss)
@@ -130,7 +132,8 @@ def measure(bench: Bench, text: str, steps: int, warmup: int) -> Measured:
     held = [*held_tensors(model, parts.optimizer), *(t for b in batches for t in (b.token_ids, b.targets))]
     with PeakMemory(device, held) as memory:
         training_step.run(warmup, batches)
-    found.peak_bytes = memory.peak_bytes + graph_bytes(device) - others
+    found.graph_bytes = graph_bytes(device) - others_graphs
+    found.peak_bytes = memory.peak_bytes - others + found.graph_bytes
     del held  # or what it names would stay on the device beside the next layout
     mesh.log.drain(0)
     for _ in range(max(1, steps // WINDOW)):

@@ -5,10 +5,12 @@ there. What torch counts as allocated leaves out what a capture has freed again:
 """
 
 from collections.abc import Iterable
-from typing import Any
 
+from llm.cost_model_counts import Workload
 from llm.cost_model_memory import (
+    BF16,
     CUDA_WORKSPACE_BYTES,
+    FP32,
     batch_bytes,
     block_parameters,
     loss_bytes,
@@ -16,27 +18,22 @@ from llm.cost_model_memory import (
     optimizer_scratch_bytes,
 )
 from llm.plan_memory import RankMemory, moments_of
+from llm.plan_memory_passes import StageBytes
 from llm.plan_rank import RankShare
 from parallel.cost_model_memory import rank_state
 from parallel.pipeline_parallel_graph import assign_places
 from parallel.pipeline_schedules import Operation
 
 
-def graphed_memory(share: RankShare, row: Iterable[Operation], sizes: dict[int, Any], copied: int) -> RankMemory:
-    """`row`: the rank's operations; `sizes`: StageBytes by stage; `copied`: bytes of a tied table's copy."""
+def graphed_memory(share: RankShare, row: Iterable[Operation], sizes: dict[int, StageBytes], copied: int) -> RankMemory:
+    """`row`: the rank's operations; `sizes` by stage; `copied`: bytes of a tied table's copy."""
     work, layout, params = share.work, share.layout, list(share.params)
     state = rank_state(params, layout, moments_of(params, work.optimizer))
     _, counts = assign_places(row)
-    last = max(sizes)
-    places = 0
-    for stage, count in counts.items():
-        size = sizes[stage]
-        passes = max(size.forward, size.backward) + (loss_bytes(work) if stage == last else 0)
-        places += count * (size.kept + passes + 3 * size.boundary)  # input, gradient, gradient of the input
-    casts = matmul_bytes(work) * work.layers * block_parameters(work.model) if work.dtype == "bfloat16" else 0
+    places = sum(count * place_bytes(work, stage, sizes) for stage, count in counts.items())
     gradients = sum(param.nbytes for param in params if param.trainable) + copied
     base = state.weights + state.optimizer + layout.micro_batches * batch_bytes(work) + copied
-    base += casts + (CUDA_WORKSPACE_BYTES if work.device == "cuda" else 0)
+    base += cast_bytes(work) + (CUDA_WORKSPACE_BYTES if work.device == "cuda" else 0)
     scratch = optimizer_scratch_bytes(work) // (layout.shard if layout.zero else 1)
     phases = {
         "backward": base + gradients + places,
@@ -44,3 +41,30 @@ def graphed_memory(share: RankShare, row: Iterable[Operation], sizes: dict[int, 
         "optimizer": base + gradients + places + scratch,
     }
     return RankMemory(state, places, 0, phases)
+
+
+def cast_bytes(work: Workload) -> int:
+    """The matrices in bfloat16, made once a step; a fused loss casts the output layer's itself."""
+    if work.dtype != "bfloat16":
+        return 0
+    return BF16 * (work.layers * block_parameters(work.model) + (0 if work.fuses("loss") else work.output_elements))
+
+
+def place_bytes(work: Workload, stage: int, sizes: dict[int, StageBytes]) -> int:
+    """One place of a stage: its output's gradient, and the most that its graphs have at once, its input included.
+
+    Factors of weight gradients stay until their products, so the feed-forward's is still there when its two inputs'
+    gradients are made from its own.
+    """
+    model, size, N, e = work.model, sizes[stage], work.tokens, matmul_bytes(work)
+    has_head, has_embedding = work.part.has_head and stage == max(sizes), stage == 0
+    table = FP32 * model.vocab_size * model.d_model
+    widest = N * (3 * e * model.d_ff + (e * model.d_model if e == BF16 else 0)) if size.blocks else 0
+    fixed = 0 if has_head else size.boundary  # what comes in is the first block's input, which is in `kept`
+    if not has_head:
+        end = size.factors + table if has_embedding else 0  # the table's gradient comes last
+        return fixed + max(size.kept + max(size.forward, widest), end)
+    if not work.fuses("loss"):
+        return fixed + size.kept + max(loss_bytes(work) - size.logits, widest)
+    gradients = table + N * e * model.d_model  # of the output layer and its input: a fused loss makes them in forward
+    return fixed + size.kept + gradients + max(loss_bytes(work) - gradients, widest)

@@ -10,6 +10,8 @@ FP64 = 1e-12
 OPTIMIZER_STEPS = 1e-6
 # The memory model against what was measured, as a ratio (DESIGN.md's bound).
 MEMORY_RATIO = 0.10
+# The same of what a pipeline's graphs hold, each tensor counted one by one: the scratch of a fused loss is rounded up.
+PLACES_RATIO = 0.03
 # A fresh model's loss against ln V + 0.0002 d_model (DESIGN.md's bound).
 INITIAL_LOSS = 0.02
 # One rounding to bfloat16 (8 bits of mantissa): of a float32 result, the relative error is at most this.
