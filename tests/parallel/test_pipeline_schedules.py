@@ -8,7 +8,7 @@ from configs.errors import UserError
 from parallel.pipeline_schedules import FORWARD, Operation, Schedule, build_schedule
 from parallel.pipeline_schedules_figure import as_text, draw, summary
 from parallel.pipeline_schedules_program import Exchange, Message, message_of, program_of
-from parallel.pipeline_schedules_simulation import Durations, ScheduleError, bubble_time, simulate, waits_for
+from parallel.pipeline_schedules_simulation import Durations, ScheduleError, bubble_time, replay, simulate, waits_for
 
 KINDS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero_bubble", 1), ("zero_bubble_h2", 1)]
 UNEVEN = Durations(forward=1.0, input_gradient=1.25, weight_gradient=0.75)
@@ -45,6 +45,21 @@ def test_zero_bubble_h2_idles_for_no_more_than_its_first_input_takes_where_h1_wa
     expected = [bubble_time("zero_bubble_h2", ranks, durations)] * ranks
     assert ours.idle == pytest.approx(expected, rel=1e-12)
     assert max(ours.idle) <= min(h1.idle) + 1e-9 and ours.peak == [2 * ranks - 1] * ranks
+
+
+def test_work_outside_the_operations_delays_them_and_is_not_idle():
+    schedule, seconds = build_schedule("1f1b", 2, 2), {"F": 1.0, "B": 2.0}
+    alone = replay(schedule, lambda op: seconds[op.kind], [0.0, 0.0])
+    assert alone.times == simulate(schedule).times and alone.idle == [3.0, 3.0]
+    # All is later by what the first rank does before; the second one does its part while it would have waited.
+    before = replay(schedule, lambda op: seconds[op.kind], [0.0, 0.0], [(0.5, 0.0), (0.75, 0.0)])
+    assert before.times == {op: (start + 0.5, end + 0.5) for op, (start, end) in alone.times.items()}
+    assert before.total == 9.5 and before.idle == [3.0, 2.75]
+    # The second rank is done 2.0 before the first one: what it does then ends first, until it is longer than that.
+    for after, total in ((1.5, 9.0), (2.5, 9.5)):
+        late = replay(schedule, lambda op: seconds[op.kind], [0.0, 0.0], [(0.0, 0.0), (0.0, after)])
+        assert late.total == total and late.idle == [total - 6.0, total - 6.0 - after]
+    assert late.bubble == sum(late.idle) / 19.0
 
 
 def test_interleaving_divides_the_bubble_by_the_stages_of_a_rank():
