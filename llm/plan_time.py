@@ -19,8 +19,8 @@ from parallel.cost_model_traffic import DataLayout, Message
 from parallel.mesh_degrees import AXES, Degrees, known_groups
 from parallel.pipeline_schedules_simulation import Simulation
 
-# Of a square product's peak, by its width: 8192 measured (798 of 989 TFLOP/s), the narrower ones assumed.
-MATMUL_SHARE = ((1024, 0.45), (2048, 0.64), (4096, 0.75), (8192, 0.81))
+# Of the peak, a linear layer's three products by width, as hardware_calibration times them.
+MATMUL_SHARE = ((512, 0.46), (1024, 0.66), (2048, 0.785), (4096, 0.79), (8192, 0.78))
 # torch's attention (cuDNN), causal, of the matmul peak by sequence length; backward counts twice forward's operations.
 ATTENTION_SHARE = {
     64: (((1024, 0.313), (2048, 0.402), (4096, 0.419)), ((1024, 0.196), (2048, 0.264), (4096, 0.278))),
