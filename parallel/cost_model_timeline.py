@@ -137,11 +137,20 @@ def program(messages: list[Message], compute: Compute, layout: DataLayout) -> It
     by_micro_batch: dict[int, list[Message]] = defaultdict(list)
     for message in sent:
         by_micro_batch[message.micro_batch].append(message)
+    # A step is taken to begin with its update, so that what this one sends meets the forward pass that comes next.
+    updates = [message for message in sent if message.phase == "optimizer"][::-1]
+    for message in updates:  # first layers first; the gather of one bucket beside the update of the next
+        yield work(compute.optimizer_s / len(updates))
+        yield Instruction("start", message=message)
+    if not updates:
+        yield work(compute.optimizer_s)
     for micro_batch in range(layout.micro_batches):
         of = by_micro_batch[micro_batch]
         forward = [message for message in of if message.phase == "forward"]
         backward = [message for message in of if message.phase == "backward"]
-        yield from forward_program(forward, compute)
+        yield from (
+            arrival_program(updates, compute) if updates and not micro_batch else forward_program(forward, compute)
+        )
         if layout.is_fsdp:
             yield from fsdp_backward_program(backward, compute)
         elif layout.zero == 0 and not layout.bucketed:
@@ -151,13 +160,6 @@ def program(messages: list[Message], compute: Compute, layout: DataLayout) -> It
             # ZeRO-1 keeps two messages in flight, so that two buffers are enough; DDP waits for none before the end.
             yield from bucket_program(backward, compute, limit=2 if layout.zero == 1 else len(backward))
     yield from one_by_one(message for message in sent if message.phase == "matrices")
-    updates = [message for message in sent if message.phase == "optimizer"]
-    for message in updates:  # the gather of one bucket beside the update of the next
-        yield work(compute.optimizer_s / len(updates))
-        yield Instruction("start", message=message)
-    if not updates:
-        yield work(compute.optimizer_s)
-    yield from (Instruction("wait", message=message) for message in updates)
 
 
 def work(seconds: float) -> Instruction:
@@ -182,6 +184,15 @@ def forward_program(gathers: list[Message], compute: Compute) -> Iterator[Instru
             yield Instruction("wait", message=waiting[stage])
             if waiting[stage] in following:
                 yield Instruction("start", message=following[waiting[stage]])
+        yield compute.forward(stage)
+
+
+def arrival_program(gathers: list[Message], compute: Compute) -> Iterator[Instruction]:
+    """ZeRO-1's parameters: each stage waits for those of its own, the last block for those that follow it too."""
+    last_block = len(compute.forward_s) - 2
+    for stage in range(len(compute.forward_s)):
+        needed = [message for message in gathers if min(message.stage, last_block) == stage]
+        yield from (Instruction("wait", message=message) for message in needed)
         yield compute.forward(stage)
 
 

@@ -69,8 +69,8 @@ class Message(NamedTuple):
     """One collective: what the log says of it, and where in the step it is sent (a plan makes millions of these).
 
     `phase`: "forward" before that stage's forward, "backward" after that stage's backward (gathers: before it),
-    "matrices" around the update of whole matrices, "optimizer" after the update of its part, "host" for a few numbers
-    on the host.
+    "matrices" around the update of whole matrices, "optimizer" after the update of its part, until the next forward
+    of that stage, "host" for a few numbers on the host.
     """
 
     op: str
@@ -174,7 +174,8 @@ def zero1_messages(params: list[Param], layout: DataLayout) -> Iterator[Message]
     for bucket, numel in zip(buckets, sizes, strict=True):
         if ranks > 1:
             dtype = bucket[0].dtype
-            yield Message("all_gather", "dp_shard_cp", dtype, ranks, numel * ITEM_BYTES[dtype], "optimizer")
+            nbytes = numel * ITEM_BYTES[dtype]
+            yield Message("all_gather", "dp_shard_cp", dtype, ranks, nbytes, "optimizer", stage_of(bucket))
 
 
 def zero1_buckets(params: list[Param], layout: DataLayout) -> list[list[Param]]:

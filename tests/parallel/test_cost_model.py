@@ -210,6 +210,24 @@ def test_naive_mode_hides_nothing():
     assert time.exposed_s == time.communication_s == 6.0
 
 
+def test_updated_parameters_of_zero_one_arrive_beside_the_next_forward_pass():
+    """Updates of 1 s and gathers of 3 behind each other, to 4, 7, 10 and 13; forward begins at 4."""
+    params = [Param("table", (64,), 0, False), *(Param(f"b{k}", (64,), k, True) for k in (1, 2))]
+    params.append(Param("output", (64,), 3, False))
+    layout = DataLayout(shard=2, zero=1, bucket_bytes=1, first_bucket_bytes=1)
+    compute = Compute((0.0, 5.0, 5.0, 0.0), (0.0, 10.0, 10.0, 0.0), 4.0)
+    messages = step_messages(params, layout)
+
+    def seconds_of(message):
+        return 3.0 if message.op == "all_gather" else 0.0
+
+    time = step_time(messages, compute, layout, seconds_of)
+    # The first block waits from 4 to 7, the second, which waits for the output's too, from 12 to 13.
+    assert time.exposed_s == pytest.approx(3.0 + 1.0) and time.compute_s == 34.0
+    slower = step_time(messages, compute, layout, lambda message: 2 * seconds_of(message))
+    assert slower.exposed_s == pytest.approx((7 - 4) + (13 - 7) + (25 - 18))
+
+
 def test_fsdp_gathers_one_unit_ahead():
     params = [Param("root", (64,), 0, False), *(Param(f"b{k}", (64,), k, True) for k in (1, 2, 3))]
     layout = DataLayout(shard=2, zero=3)
