@@ -3,8 +3,9 @@
 NCCL's kernels hold processors of a GPU for as long as a message travels, and the products beside it run slower for it;
 a copy from another GPU's memory is done by copy engines, which hold none. So a sum here is: meet, copy the others' part
 of this rank's share, add it (the one kernel, over a share of the bytes), meet, copy the shares that the others have
-finished. The idea is that of torch's low-contention collectives over symmetric memory, which maps the memory and lets
-ranks meet in stream order; what differs is that buffers are ours, lie there from the start and are summed in place.
+finished. The idea is that of torch's low-contention collectives over symmetric memory, which maps the memory; what
+differs is that buffers are ours, lie there from the start and are summed in place, and that no kernel waits
+(collectives_peer_flags).
 
 On CPUs the same steps run over shared memory and gloo, one after the other when the result is waited for.
 """
@@ -23,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from configs.errors import UserError
 from parallel.collectives import all_gather_json, barrier
+from parallel.collectives_peer_flags import FLAGS_BYTES, StreamFlags
 from parallel.collectives_pending import Pending, start
 from parallel.mesh import Mesh
 
@@ -41,7 +43,8 @@ class PeerMemory:
     def __init__(self, nbytes: int, mesh: Mesh, axis: str):
         self.mesh, self.axis, self.taken = mesh, axis, 0
         self.size, self.rank = mesh.size(axis), mesh.rank_in(axis)
-        self.handle: Any = None
+        self.flags: StreamFlags | None = None
+        self.mapping: Any = None  # keeps the others' memory mapped
         if self.size == 1:
             self.arenas = [torch.empty(nbytes, dtype=torch.uint8, device=mesh.device)]
             return
@@ -51,19 +54,28 @@ class PeerMemory:
     def map_devices(self, nbytes: int) -> list[Tensor]:
         from torch.distributed import _symmetric_memory as symmetric
 
-        own = symmetric.empty(nbytes, dtype=torch.uint8, device=self.mesh.device)
-        self.mesh.peer_bytes += nbytes
-        weakref.finalize(self, give_back_bytes, self.mesh, nbytes)
-        self.handle = symmetric.rendezvous(own, self.mesh.group(self.axis))
-        others = [self.handle.get_buffer(place, (nbytes,), torch.uint8) for place in range(self.size)]
-        return [own if place == self.rank else arena for place, arena in enumerate(others)]
+        total = FLAGS_BYTES + nbytes
+        own = symmetric.empty(total, dtype=torch.uint8, device=self.mesh.device)
+        own[:FLAGS_BYTES].zero_()
+        torch.cuda.synchronize(self.mesh.device)
+        self.mesh.peer_bytes += total
+        weakref.finalize(self, give_back_bytes, self.mesh, total)
+        self.mapping = symmetric.rendezvous(own, self.mesh.group(self.axis))
+        others = [self.mapping.get_buffer(place, (total,), torch.uint8) for place in range(self.size)]
+        arenas = [own if place == self.rank else arena for place, arena in enumerate(others)]
+        self.flags = StreamFlags([arena[:FLAGS_BYTES] for arena in arenas], self.rank)
+        barrier(self.mesh, self.axis)  # no rank writes before all flags are zero
+        return [arena[FLAGS_BYTES:] for arena in arenas]
 
     def meet(self) -> None:
-        """Nothing after this, in the current stream, begins before all ranks of the axis have come so far in theirs."""
+        """Nothing after this, in the current stream, begins before all ranks of the axis have come so far in theirs.
+
+        Ranks meet in one order, so that a memory's collectives belong on one stream.
+        """
         if self.size == 1:
             return
-        if self.handle is not None:
-            self.handle.barrier(channel=0)
+        if self.flags is not None:
+            self.flags.meet(torch.cuda.current_stream(self.mesh.device))
         else:
             dist.barrier(group=self.mesh.group(self.axis))
 
@@ -104,7 +116,9 @@ class PeerBuffer:
     def part(self, numel: int, dtype: torch.dtype) -> "PeerBuffer":
         """Its first bytes as a buffer (numel,) of this dtype."""
         nbytes = numel * dtype.itemsize
-        return PeerBuffer(self.memory, [tensor.view(torch.uint8)[:nbytes].view(dtype) for tensor in self.tensors])
+        with _disable_current_modes():  # as in AtWait
+            parts = [tensor.view(torch.uint8)[:nbytes].view(dtype) for tensor in self.tensors]
+        return PeerBuffer(self.memory, parts)
 
     def use_equal_shares(self) -> "PeerBuffer":
         """Shares of exactly numel / P, as reduce-scatter and all-gather have them; the ranks must divide numel."""
