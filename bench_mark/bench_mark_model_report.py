@@ -1,6 +1,7 @@
 """What a benchmark prints and stores: where it ran, a table, and one JSON document as the last line."""
 
 import json
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ COLUMNS = f"{'model':10} {'variant':24} {'quantity':12} {'predicted':>12} {'meas
 
 
 def facts(hardware: Hardware, dtype: str) -> dict[str, Any]:
-    """Hardware, dtype, versions and commit of a benchmark."""
+    """Hardware, dtype, versions and commit of a benchmark, and the rates that its predictions were made from."""
     return {
         "hardware": hardware.description,
         "peak_flops": hardware.peak_flops(dtype),
@@ -24,6 +25,7 @@ def facts(hardware: Hardware, dtype: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "commit": git_commit(),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "rates": asdict(hardware.rates),
     }
 
 
