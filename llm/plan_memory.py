@@ -23,7 +23,7 @@ from llm.cost_model_memory import (
     weight_copies,
 )
 from parallel.cost_model_memory import RankState, rank_state
-from parallel.cost_model_traffic import ITEM_BYTES, DataLayout, Param, gathered_dtype
+from parallel.cost_model_traffic import ITEM_BYTES, DataLayout, Param, ddp_buckets, gathered_dtype
 
 CHECKPOINTING = ("none", "selective", "full")
 MOMENT_BYTES = {"adamw": 8, "sgd": 0, "muon": 8}
@@ -60,7 +60,7 @@ def rank_memory(work: Workload, params: list[Param], layout: DataLayout, checkpo
     block, kept, head = activation_bytes(work, layout, checkpointing)
     logits = loss_bytes(work)
     scores = 0 if work.fuses("loss") else N * V * e  # the gradient of the logits
-    base = state.weights + state.optimizer + batch_bytes(work)
+    base = state.held + batch_bytes(work)
     base += CUDA_WORKSPACE_BYTES if work.device == "cuda" else 0
     gradients = GradientBytes(params, layout, state)
     all_gathered = state.gathered_root + sum(state.gathered_blocks)
@@ -84,8 +84,8 @@ def rank_memory(work: Workload, params: list[Param], layout: DataLayout, checkpo
     phases["embedding backward"] = (
         base + gradients.after(L, L) + state.gathered_root + gradients.of_embedding + FP32 * N * C
     )
-    if state.in_flight_last:  # what is no block is sent at the end, beside its gradients
-        sent = state.in_flight_last + (gradients.outside if layout.is_fsdp else 0)
+    if state.in_flight_last or state.filled_last:  # what is no block is sent at the end, beside its gradients
+        sent = state.in_flight_last + (gradients.outside if layout.is_fsdp else state.filled_last)
         phases["last message"] = base + state.gradients + state.gathered_root + sent
     scratch = optimizer_scratch_bytes(work) // (layout.shard if layout.zero else 1)
     phases["optimizer"] = base + state.gradients + scratch
@@ -143,12 +143,23 @@ class GradientBytes:
         if is_tied and state.waiting and not layout.is_fsdp:
             self.of_embedding += table
         self.of_head += table if is_tied else 0
+        self.first = first
+        moves = state.peer and layout.zero == 0 and not state.gradients  # to where other ranks read them
+        self.buckets = ddp_buckets(own, layout) if moves else []
+
+    def not_sent(self, blocks: int, of: int) -> int:
+        """Gradients whose bucket is not full when backward has passed `blocks` of the `of` blocks."""
+        passed = self.first + of - blocks
+        waiting = [bucket for bucket in self.buckets if min(param.stage for param in bucket) < passed]
+        return sum(p.nbytes for bucket in waiting for p in bucket if self.state.waiting or p.stage >= passed)
 
     def after(self, blocks: int, of: int) -> int:
         """What is held when backward has passed `blocks` of the `of` blocks: gradients, shards of them, messages."""
         state, layout = self.state, self.layout
         in_flight = state.in_flight if blocks else 0
         reduced = state.gradients * blocks // of
+        if self.buckets:
+            return self.not_sent(blocks, of)
         if layout.ranks == 1 or layout.zero == 0:
             return max(state.waiting, self.of_head + blocks * self.of_block) + in_flight
         if layout.zero == 1:

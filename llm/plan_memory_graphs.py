@@ -32,7 +32,7 @@ def graphed_memory(share: RankShare, row: Iterable[Operation], sizes: dict[int, 
     _, counts = assign_places(row)
     places = sum(count * place_bytes(work, stage, sizes) for stage, count in counts.items())
     gradients = sum(param.nbytes for param in params if param.trainable) + copied
-    base = state.weights + state.optimizer + layout.micro_batches * batch_bytes(work) + copied
+    base = state.held + layout.micro_batches * batch_bytes(work) + copied
     base += cast_bytes(work) + (CUDA_WORKSPACE_BYTES if work.device == "cuda" else 0)
     scratch = optimizer_scratch_bytes(work) // (layout.shard if layout.zero else 1)
     phases = {

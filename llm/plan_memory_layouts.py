@@ -88,7 +88,7 @@ def pipeline_memory(
     """Walk one rank's operations; the update is as without a pipeline. `copied`: bytes of a tied table's copy."""
     work, layout, params = share.work, share.layout, list(share.params)
     state = rank_state(params, layout, moments_of(params, work.optimizer))
-    base = state.weights + state.optimizer + layout.micro_batches * batch_bytes(work)
+    base = state.held + layout.micro_batches * batch_bytes(work)
     base += CUDA_WORKSPACE_BYTES if work.device == "cuda" else 0
     base += copied
     held = most = 0

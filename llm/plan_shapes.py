@@ -68,6 +68,7 @@ def data_layout(parallel: ParallelConfig, degrees: Degrees, micro_batches: int, 
         param_dtype="bfloat16" if dtype == "bfloat16" and parallel.zero >= 2 else None,
         micro_batches=micro_batches,
         reduce_each_micro_batch=parallel.reduces_each_micro_batch,
+        transport=parallel.transport,
     )
 
 

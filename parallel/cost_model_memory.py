@@ -43,6 +43,13 @@ class RankState:
     gathered_root: int  # FSDP: full parameters of what is no block
     gathered_blocks: tuple[int, ...]  # and of each block
     gather_message: int  # of one block on its way
+    peer: int = 0  # buckets that other ranks read, there from the start; gradients that become views of them count here
+    filled_last: int = 0  # gradients that the last message was made from, beside it (ZeRO-1)
+
+    @property
+    def held(self) -> int:
+        """From step to step."""
+        return self.weights + self.optimizer + self.peer
 
 
 def rank_state(params: list[Param], layout: DataLayout, moments: dict[str, int]) -> RankState:
@@ -56,17 +63,22 @@ def replicated_state(params: list[Param], layout: DataLayout, moments: dict[str,
     own = trainable(params)
     weights, gradients = (sum(param.nbytes for param in listed) for listed in (params, own))
     state = sum(param.numel * moments[param.name] for param in own)
-    in_flight = last = 0
+    waiting = gradients if layout.micro_batches > 1 else 0
+    in_flight = last = peer = 0
     if layout.ranks > 1 and layout.bucketed:
         # A bucket is filled from gradients that go when it is full.
         sizes = [(sum(param.nbytes for param in bucket), of_blocks(bucket)) for bucket in ddp_buckets(own, layout)]
         in_flight = max((size for size, is_of_blocks in sizes if is_of_blocks), default=0)
         last = max(size for size, _ in sizes)
+        copies = 0
         if layout.reduce_dtype and layout.reduce_dtype != own[0].dtype:  # copies that all live until the end
             copies = sum(param.numel for param in own) * ITEM_BYTES[layout.reduce_dtype]
-            in_flight, last = in_flight + copies, last + copies
-    waiting = gradients if layout.micro_batches > 1 else 0
-    return RankState(weights, state, gradients, waiting, in_flight, last, 0, (), 0)
+        if layout.transport == "peer" and copies:
+            peer, copies = copies, 0
+        elif layout.transport == "peer":  # no buffer is made anew, and gradients become views of those that are there
+            peer, gradients, in_flight, last = gradients, 0, 0, 0
+        in_flight, last = in_flight + copies, last + copies
+    return RankState(weights, state, gradients, waiting, in_flight, last, 0, (), 0, peer)
 
 
 def of_blocks(bucket: list[Param]) -> bool:
@@ -87,7 +99,10 @@ def zero1_state(params: list[Param], layout: DataLayout, moments: dict[str, int]
     # Two messages may be under way; the gradients that they were filled from are gone.
     in_flight = sum(sorted(size for size, bucket in zip(sent, buckets, strict=True) if of_blocks(bucket))[-2:])
     waiting = full if layout.micro_batches > 1 else 0
-    return RankState(weights, state, shares, waiting, in_flight, max(sent), 0, (), 0)
+    filled = sum(param.nbytes for param in buckets[-1])  # gradients that the last message is made from
+    if layout.transport == "peer":  # two messages of the largest size, for good
+        return RankState(weights, state, shares, waiting, 0, 0, 0, (), 0, 2 * max(sent), filled)
+    return RankState(weights, state, shares, waiting, in_flight, sum(sent[-2:]), 0, (), 0, 0, filled)
 
 
 def fsdp_state(params: list[Param], layout: DataLayout, moments: dict[str, int]) -> RankState:

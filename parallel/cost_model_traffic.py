@@ -55,6 +55,7 @@ class DataLayout:
     param_dtype: str | None = None  # of matrices that FSDP gathers; vectors and the embedding keep theirs
     micro_batches: int = 1
     reduce_each_micro_batch: bool = True  # FSDP
+    transport: str = "backend"  # of buckets; "peer": they lie where other ranks read them, for good
 
     @property
     def ranks(self) -> int:
