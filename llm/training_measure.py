@@ -10,7 +10,7 @@ import torch
 from llm.cost_model import predict_run
 from llm.cost_model_lora import flops_per_trained_token
 from llm.metrics import mfu
-from llm.metrics_memory import PeakMemory, held_tensors
+from llm.metrics_memory import PeakMemory, graph_bytes, held_tensors
 from llm.plan_links import links_of
 from llm.training_communication import OTHER, STEP, predict_communication
 from llm.training_setup import Trainer
@@ -68,7 +68,7 @@ class FirstSteps:
         mesh, held = trainer.mesh, held_tensors(trainer.model, trainer.optimizer)
         with PeakMemory(mesh.device, held, mesh.peer_bytes) as memory:
             yield
-        trainer.peak_bytes = max(trainer.peak_bytes, memory.peak_bytes)
+        trainer.peak_bytes = max(trainer.peak_bytes, memory.peak_bytes + pool_bytes(trainer))
         trainer.record.measure(memory_peak_bytes=trainer.peak_bytes)
 
     def count(self) -> None:
@@ -76,6 +76,12 @@ class FirstSteps:
         if self.done < MEASURED_STEPS:
             self.done += 1
             self.trainer.throughput.forget()
+
+
+def pool_bytes(trainer: Trainer) -> int:
+    """What the graphs of a pipeline's operations write to again in every step, unseen by the allocator's count."""
+    graphed = trainer.config.kernels.cuda_graph and trainer.mesh.size("pp") > 1
+    return graph_bytes(trainer.mesh.device) if graphed else 0
 
 
 def log_step(trainer: Trainer, result: StepResult) -> str:
@@ -90,7 +96,8 @@ def log_step(trainer: Trainer, result: StepResult) -> str:
     tokens_per_s = window.tokens_per_s or None
     utilisation = mfu(flops, tokens_per_s, peak and peak * trainer.mesh.world_size) if tokens_per_s else None
     if trainer.mesh.device.type == "cuda":
-        trainer.peak_bytes = max(trainer.peak_bytes, torch.cuda.max_memory_allocated() + trainer.mesh.peer_bytes)
+        outside = trainer.mesh.peer_bytes + pool_bytes(trainer)
+        trainer.peak_bytes = max(trainer.peak_bytes, torch.cuda.max_memory_allocated() + outside)
     trainer.record.line(
         trainer.step,
         loss=loss,

@@ -59,6 +59,10 @@ class CudaCapture:
             function()
         return graph.replay
 
+    def end(self) -> None:
+        """To be called after the last capture: what they took for a while is no more than a replayed step does."""
+        torch.cuda.reset_peak_memory_stats()
+
 
 class RunAgain:
     """Stands for CudaCapture on other devices: the functions themselves."""
@@ -72,6 +76,9 @@ class RunAgain:
     def __call__(self, function: Run, pool: None) -> Run:
         function()
         return function
+
+    def end(self) -> None:
+        pass
 
 
 @dataclass
@@ -123,6 +130,7 @@ class GraphedStages:
         if not self.places:
             with without_collection():
                 self.capture_all(stages, micro_batches[0], operations)
+            self.capture.end()
         self.deferred.renew_casts()
         torch._foreach_zero_(list(self.buffers.values()))
         for param, buffer in self.buffers.items():

@@ -1,6 +1,7 @@
 """What the places of a pipeline's graphs hold: predicted against what the captured functions allocate on gloo ranks."""
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from llm.args import DataConfig, KernelsConfig, ModelConfig, ParallelConfig, TrainConfig
 from llm.data_loader import Batch
-from llm.metrics_memory import LiveTensorBytes
+from llm.metrics_memory import LiveTensorBytes, PeakMemory, graph_bytes
 from llm.parallelize import make_forward_loss, parallelize
 from llm.plan_memory_graphs import cast_bytes
 from llm.plan_memory_layouts import layout_memory
@@ -20,7 +21,7 @@ from llm.transformer_init import initialise
 from llm.transformer_kernels import make_loss
 from parallel.pipeline_parallel_graph import RunAgain
 from tests.parallel.pool import pool_of
-from tests.tolerances import PLACES_RATIO
+from tests.tolerances import MEMORY_RATIO, PLACES_RATIO
 
 T, ROWS, MICRO_BATCHES = 16, 16, 4
 MODEL = ModelConfig(
@@ -113,6 +114,44 @@ def test_casts_of_weights_lie_outside_the_places():
 @pytest.mark.dist
 def test_a_fused_loss_leaves_gradients_in_the_last_stages_places():
     check(config_of("float32", fused_loss=True))
+
+
+def peak_of_replays(mesh, config: TrainConfig) -> int:
+    """Bytes at most in a step that replays graphs on this rank's GPU."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(mesh.device) + graph_bytes(mesh.device)
+    model = Transformer(config.model)
+    initialise(model, 0)
+    parts = parallelize(model.to(mesh.device), config, mesh)
+    forward_loss = make_forward_loss(parts.head_model, make_loss(config.kernels, 0.0), "none", parts.shards)
+    step = TrainingStep(config, mesh, parts, forward_loss)
+    shape = (MICRO_BATCHES, config.micro_batch_size, config.data.seq_len)
+    ids = torch.randint(0, config.model.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    batches = [Batch(own, own.roll(-1, 1), num_targets=own.numel()).to(mesh.device) for own in ids]
+    for number in range(3):
+        with PeakMemory(mesh.device) as memory:
+            step.run(number, batches)
+    return memory.peak_bytes + graph_bytes(mesh.device) - before
+
+
+@pytest.mark.gpu
+@pytest.mark.dist
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("name", ["1f1b", "zero_bubble_h2"])
+def test_replayed_graphs_need_what_is_predicted(name):
+    """Tensors of 16 to 64 MB, so that what the allocator rounds up is little."""
+    model = ModelConfig(
+        vocab_size=16384, max_seq_len=2048, d_model=1024, num_layers=8, num_heads=16, d_ff=4096, attention="triton"
+    )
+    config = replace(
+        config_of("bfloat16", pp_schedule=name), model=model, data=DataConfig(seq_len=2048), micro_batch_size=4,
+        global_batch_tokens=2048 * 4 * MICRO_BATCHES, kernels=KernelsConfig(fused=True, cuda_graph=True),
+    )  # fmt: skip
+    measured = pool_of(2, "cuda").run(peak_of_replays, config, degrees=config.parallel.degrees().resolve(2))
+    for rank, peak in enumerate(measured):
+        predicted = layout_memory(config, meta_params(model), "cuda", 2, rank)
+        assert peak == pytest.approx(predicted.peak_bytes, rel=MEMORY_RATIO), (rank, predicted.phases_bytes)
 
 
 def check(config: TrainConfig) -> None:
