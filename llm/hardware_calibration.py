@@ -65,21 +65,29 @@ BURST_S = 1e-3
 SUSTAINED_S = 0.05
 
 
+ROW_WIDTH, HALVES_WIDTH, BATCH = 1024, 64, 4
+
+
 @dataclass(frozen=True)
 class Operands:
     """What the passes of KINDS read: rows of ROW_WIDTH elements, float32 and in the dtype of products."""
 
     wide: torch.Tensor  # (rows, ROW_WIDTH)
-    narrow: torch.Tensor  # (rows, ROW_WIDTH)
+    narrow: torch.Tensor  # the same cut (BATCH, rows / BATCH, ROW_WIDTH / HALVES_WIDTH, HALVES_WIDTH)
     column: torch.Tensor  # (rows, 1)
-    row: torch.Tensor  # (ROW_WIDTH,)
+    table: torch.Tensor  # (rows / BATCH, 1, HALVES_WIDTH) float32, for the pieces of all batches
+
+    @staticmethod
+    def of(elements: int, device: torch.device, dtype: torch.dtype) -> "Operands":
+        """BATCH rows or more."""
+        rows = max(1, elements // (BATCH * ROW_WIDTH))
+        wide = torch.ones(BATCH * rows, ROW_WIDTH, device=device)
+        table = torch.ones(rows, 1, HALVES_WIDTH, device=device)
+        return Operands(wide, wide.to(dtype).view(BATCH, rows, -1, HALVES_WIDTH), wide[:, :1].contiguous(), table)
 
     def join(self) -> torch.Tensor:
-        first, second = self.narrow.view(-1, HALVES_WIDTH).chunk(2, dim=-1)
+        first, second = self.narrow.chunk(2, dim=-1)
         return torch.cat((-second, first), dim=-1)
-
-
-ROW_WIDTH, HALVES_WIDTH = 1024, 64
 
 
 @dataclass(frozen=True)
@@ -91,11 +99,12 @@ class Kind:
     work: Callable[[Operands], torch.Tensor]
 
 
-# On an H200 a * b moves 4.3 TB/s, these 2.5, 2.0, 1.1, 1.1 and 3.0: kernels that are not vectorised.
+# On an H200 a * b moves 4.3 TB/s, these from 1 to 3: kernels that are not vectorised, and the more dimensions they have
+# to find their way in, the slower.
 KINDS = {
     "broadcast": Kind(2, 0, lambda x: x.wide * x.column),
     "widen": Kind(1, 1, lambda x: x.narrow.float()),
-    "mixed": Kind(1, 1, lambda x: x.narrow * x.row),
+    "mixed": Kind(1, 1, lambda x: x.narrow * x.table),
     "join": Kind(0, 3, Operands.join),  # half of them negated, read and written; then all
     "sum": Kind(1, 0, lambda x: x.wide.sum(-1)),
 }
@@ -220,9 +229,8 @@ def kind_times(kind: Kind, grid: Grid, device: torch.device, dtype: torch.dtype,
     """(bytes moved, seconds) of a pass of KINDS."""
     points = []
     for elements in grid.elements:
-        wide = torch.ones(max(1, elements // ROW_WIDTH), ROW_WIDTH, device=device)
-        inputs = Operands(wide, wide.to(dtype), wide[:, :1].contiguous(), wide[0].contiguous())
-        moved = (kind.wide * wide.itemsize + kind.narrow * dtype.itemsize) * wide.numel()
+        inputs = Operands.of(elements, device, dtype)
+        moved = (kind.wide * inputs.wide.itemsize + kind.narrow * dtype.itemsize) * inputs.wide.numel()
         points.append((float(moved), stopwatch(lambda inputs=inputs: kind.work(inputs), hold=True)))
     return tuple(points)
 

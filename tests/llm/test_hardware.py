@@ -101,7 +101,7 @@ def test_a_cpu_is_measured(monkeypatch):
     assert hardware.rates.node_overhead_s >= 0
     narrow = calibrate(torch.device("cpu"), torch.bfloat16)
     assert {kind: points[0][0] for kind, points in narrow.other_passes.items()} == {
-        "broadcast": 8192.0, "widen": 6144.0, "mixed": 6144.0, "join": 6144.0, "sum": 4096.0,
+        "broadcast": 32768.0, "widen": 24576.0, "mixed": 24576.0, "join": 24576.0, "sum": 16384.0,
     }  # fmt: skip
 
 
