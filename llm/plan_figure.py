@@ -17,7 +17,8 @@ def parts_of(row: PlanRow) -> list[float]:
     blocks = sum(state.gathered_blocks) if row.choice.zero == 2 else 2 * max(state.gathered_blocks, default=0)
     gathered = state.gathered_root + blocks + (state.gather_message if row.choice.zero == 3 else 0)
     activations = memory.activations_bytes + memory.logits_bytes
-    return [state.weights, state.optimizer, max(state.gradients, state.waiting), gathered, activations]
+    gradients = max(state.gradients, state.waiting) + state.peer
+    return [state.weights, state.optimizer, gradients, gathered, activations]
 
 
 def draw_memory(path: str | Path, rows: list[PlanRow], limit_bytes: float, title: str) -> None:
