@@ -7,6 +7,7 @@ has the write alone, so both are called in the driver.
 """
 
 import ctypes
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,30 +22,26 @@ class StreamFlags:
 
     def __init__(self, flags: list[Tensor], rank: int):
         assert 4 * len(flags) <= FLAGS_BYTES, f"{len(flags)} ranks, words for {FLAGS_BYTES // 4}"
-        self.count, self.driver = 0, load_driver()
+        self.count = 0
+        self.write, self.wait = driver_calls()
         others = [place for place in range(len(flags)) if place != rank]
         self.told = [flags[place].data_ptr() + 4 * rank for place in others]  # theirs, which this rank writes
         self.awaited = [flags[rank].data_ptr() + 4 * place for place in others]  # this rank's, which they write
 
     def meet(self, stream: torch.cuda.Stream) -> None:
         """Tell the others that the stream has come so far, and let it go on when they all have."""
-        self.count = (self.count + 1) % 2**32
-        for address in self.told:
-            self.call("cuStreamWriteValue32_v2", stream, address, WRITE_AFTER_ALL_BEFORE)
-        for address in self.awaited:
-            self.call("cuStreamWaitValue32_v2", stream, address, WAIT_AT_LEAST)
-
-    def call(self, name: str, stream: torch.cuda.Stream, address: int, flags: int) -> None:
-        error = getattr(self.driver, name)(stream.cuda_stream, address, self.count, flags)
-        if error:
-            raise RuntimeError(f"{name} failed with CUDA error {error} at {address:#x}")
+        self.count, handle = (self.count + 1) % 2**32, stream.cuda_stream
+        errors = [self.write(handle, address, self.count, WRITE_AFTER_ALL_BEFORE) for address in self.told]
+        errors += [self.wait(handle, address, self.count, WAIT_AT_LEAST) for address in self.awaited]
+        if any(errors):
+            raise RuntimeError(f"cuStreamWriteValue32 and cuStreamWaitValue32 gave CUDA errors {errors}")
 
 
-def load_driver() -> ctypes.CDLL:
-    """The CUDA driver, which is loaded already where a GPU is in use, with the two calls' types."""
+def driver_calls() -> tuple[Any, Any]:
+    """Write and wait, (stream, address, value, flags) -> error, of the driver that a process with a GPU has loaded."""
     driver = ctypes.CDLL("libcuda.so.1")
-    for name in ("cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2"):
-        function = getattr(driver, name)
-        function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
-        function.restype = ctypes.c_int
-    return driver
+    calls = driver.cuStreamWriteValue32_v2, driver.cuStreamWaitValue32_v2
+    for call in calls:
+        call.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+        call.restype = ctypes.c_int
+    return calls

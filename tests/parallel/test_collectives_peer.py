@@ -7,7 +7,7 @@ import torch
 
 from configs.errors import UserError
 from llm.args import ParallelConfig
-from parallel import collectives_peer
+from parallel import collectives_peer, collectives_peer_flags
 from parallel.collectives_peer import (
     PeerMemory,
     peer_bytes,
@@ -16,7 +16,7 @@ from parallel.collectives_peer import (
     start_peer_reduce_scatter,
 )
 from parallel.ddp import DdpSettings
-from tests.parallel.pool import run_ranks
+from tests.parallel.pool import pool_of, run_ranks
 from tests.tolerances import BF16_ROUNDING, FP64
 
 pytestmark = pytest.mark.dist
@@ -53,6 +53,63 @@ def test_a_sum_matches_the_sum_of_all_ranks(numel, dtype, world_size):
             assert error <= DTYPES[dtype] * world_size and torch.equal(first, ranks[0][0][0][0])
             assert second.eq(sum(range(world_size))).all()
         assert (line["op"], line["calls"], line["bytes"]) == ("all_reduce_sum", 4, 4 * numel * dtype.itemsize)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("numel", [1, 130, 1 << 22])
+def test_a_sum_on_gpus_matches_the_sum_of_all_ranks(numel):
+    expected = sum(values(rank, numel, torch.float32).double() for rank in range(2))
+    for results, _ in pool_of(2, "cuda").run(summed, numel, torch.float32):
+        for first, second in results:
+            assert (first.double().cpu() - expected).abs().max() <= 1e-6 * expected.abs().max()
+            assert second.eq(1).all()
+
+
+class Stream:
+    cuda_stream = 7
+
+
+def test_ranks_tell_all_others_and_await_all_others(monkeypatch):
+    """The driver's calls stand in as stores and comparisons at the addresses that they are given."""
+    flags = [torch.zeros(collectives_peer_flags.FLAGS_BYTES, dtype=torch.uint8) for _ in range(3)]
+    words = [
+        (tensor.data_ptr() + 4 * i, word)
+        for tensor in flags
+        for i, word in enumerate(tensor.view(torch.int32).split(1))
+    ]
+    word_at = dict(words)
+    open_waits = []
+
+    def write(stream, address, value, mode):
+        word_at[address].fill_(value)
+        return 0
+
+    def wait(stream, address, value, mode):
+        open_waits.append((address, value))
+        return 0
+
+    monkeypatch.setattr(collectives_peer_flags, "driver_calls", lambda: (write, wait))
+    ranks = [collectives_peer_flags.StreamFlags(flags, rank) for rank in range(3)]
+
+    def blocked():
+        return sum(word_at[address].item() < value for address, value in open_waits)
+
+    for _ in range(2):
+        ranks[0].meet(Stream)
+        assert blocked() == 2
+        ranks[1].meet(Stream)
+        assert blocked() == 2  # each of the two still awaits the third
+        ranks[2].meet(Stream)
+        assert blocked() == 0 and len(open_waits) == 6
+        open_waits.clear()
+
+
+def test_an_error_of_the_driver_is_told(monkeypatch):
+    monkeypatch.setattr(collectives_peer_flags, "driver_calls", lambda: (lambda *_: 0, lambda *_: 801))
+    flags = [torch.zeros(collectives_peer_flags.FLAGS_BYTES, dtype=torch.uint8) for _ in range(2)]
+    with pytest.raises(RuntimeError, match="801"):
+        collectives_peer_flags.StreamFlags(flags, 0).meet(Stream)
 
 
 def scattered_and_gathered(mesh, share):
