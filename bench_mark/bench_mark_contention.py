@@ -154,14 +154,17 @@ def main() -> None:
     hardware = detect_hardware(HardwareConfig(), mesh.device, dtype=dtype)
     known = facts(hardware, dtype) | {"ranks": mesh.world_size, "backend": mesh.backend, "args": vars(args)}
     config = match_gpu(hardware.description, known_hardware()) if on_gpu else None
-    predicted = config.beside_s_per_byte if config else None
+    known_s = {
+        "backend": config.beside_s_per_byte if config else None,
+        "peer": config.beside_peer_s_per_byte if config else None,
+    }
     rows = []
     for transport in args.transports.split(","):
         for name, work in make_works(on_gpu, mesh.device).items():
             row = measure(work, transport, mesh, args)
-            lost, known_s = row["lost_s_per_byte"], predicted if transport == "backend" else None
-            ratio = lost / known_s if known_s and lost is not None else None
-            rows.append({"transport": transport, "work": name, "predicted": known_s, "ratio": ratio} | row)
+            lost, predicted = row["lost_s_per_byte"], known_s[transport]
+            ratio = lost / predicted if predicted and lost is not None else None
+            rows.append({"transport": transport, "work": name, "predicted": predicted, "ratio": ratio} | row)
     if mesh.is_main:
         print(" · ".join(str(known[key]) for key in ("hardware", "ranks", "backend", "dtype", "torch", "commit")))
         if mesh.world_size == 1:

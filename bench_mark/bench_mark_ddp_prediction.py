@@ -93,7 +93,7 @@ class Predictor:
         layout = data_layout(config.parallel, config.parallel.degrees().resolve(ranks), 1, config.dtype)
         messages, rates = step_messages(params, layout), self.hardware.rates
         compute = with_packing(self.compute(), messages, copy_bytes_per_s(rates))
-        time_of = step_time(messages, compute, layout, self.seconds_of, message_losses(self.cluster))
+        time_of = step_time(messages, compute, layout, self.seconds_of, message_losses(self.cluster, layout))
         return found | {"step_s": time_of.step_s, "exposed_s": time_of.exposed_s}
 
     def seconds_of(self, message: Message) -> float:

@@ -41,7 +41,7 @@ def predictions(contestant: Contestant, setup: Setup, hardware: Hardware) -> dic
     if links is not None and links.link_bytes_per_s is not None and layout.transport == "backend":
         nodes = -(-world_size // links.gpus_per_node)
         cluster = cluster_of(links, nodes, min(world_size, links.gpus_per_node))
-        both = message_seconds(degrees, cluster), message_losses(cluster)
+        both = message_seconds(degrees, cluster), message_losses(cluster, layout)
         time = rank_time(setup.work, hardware.rates, layout, messages, *both, setup.checkpointing)
         found["step_s"] = time.step_s
     return found

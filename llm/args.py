@@ -270,6 +270,7 @@ class HardwareConfig:
     call_s: float | None = None  # of starting a collective
     # That a computation loses to a byte sent beside it (bench_mark_contention); null: not measured, taken as none.
     beside_s_per_byte: float | None = None
+    beside_peer_s_per_byte: float | None = None  # the same where parallel.transport=peer moves it
     link_source: str = ""
 
 

@@ -70,7 +70,8 @@ def cluster_of(hardware: HardwareConfig, nodes: int, gpus_per_node: int) -> Clus
             )
         network = Link(hardware.network_bytes_per_s, hardware.network_hop_s)
     link = Link(hardware.link_bytes_per_s, hardware.link_hop_s)
-    return Cluster(gpus_per_node, link, network, hardware.call_s, hardware.beside_s_per_byte or 0.0)
+    beside = hardware.beside_s_per_byte or 0.0, hardware.beside_peer_s_per_byte or 0.0
+    return Cluster(gpus_per_node, link, network, hardware.call_s, *beside)
 
 
 def datasheet_rates(hardware: HardwareConfig, dtype: str) -> Rates:
@@ -135,9 +136,10 @@ def message_seconds(degrees: Degrees, cluster: Cluster) -> Callable[[Message], f
     return seconds
 
 
-def message_losses(cluster: Cluster) -> Callable[[Message], float]:
+def message_losses(cluster: Cluster, layout: DataLayout) -> Callable[[Message], float]:
     """A function from a message to the seconds that a computation beside it loses."""
-    return lambda message: lost_seconds(message.op, message.nbytes, message.ranks, cluster)
+    peer = layout.transport == "peer"
+    return lambda message: lost_seconds(message.op, message.nbytes, message.ranks, cluster, peer)
 
 
 def rank_time(

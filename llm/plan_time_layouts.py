@@ -78,7 +78,7 @@ def layout_time(
         return pipeline_time(config, params, machine, degrees, rank, known)
     own = rank_work(config, params, machine, degrees, rank)
     data = [message for message in own.messages if is_of_data(message)]
-    step = step_time(data, own.compute, own.share.layout, seconds_of, message_losses(machine.cluster))
+    step = step_time(data, own.compute, own.share.layout, seconds_of, message_losses(machine.cluster, own.share.layout))
     waits = own.waits(seconds_of)
     rest = step.exposed_s - own.share.layout.micro_batches * sum(own.stalls_s.values())
     for axis in dict.fromkeys(message.axis for message in data if message.phase != "host"):  # the first has them all

@@ -34,6 +34,7 @@ class Cluster:
     network: Link | None  # None: a single node
     call_s: float  # of starting any collective
     beside_s_per_byte: float = 0.0  # that a computation loses to a byte which its rank sends beside it
+    beside_peer_s_per_byte: float = 0.0  # and to one that copy engines move
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,10 @@ def moved_bytes(op: str, logged_bytes: float, ranks: int) -> float:
     return 0.0 if ranks == 1 else RINGS[kind_of(op)](ranks)[1] * logged_bytes
 
 
-def lost_seconds(op: str, logged_bytes: float, ranks: int, cluster: Cluster) -> float:
-    """Seconds that the computation beside a collective loses to it."""
-    return cluster.beside_s_per_byte * moved_bytes(op, logged_bytes, ranks)
+def lost_seconds(op: str, logged_bytes: float, ranks: int, cluster: Cluster, peer: bool = False) -> float:
+    """Seconds that the computation beside a collective loses to it; `peer`: copy engines move it."""
+    lost = cluster.beside_peer_s_per_byte if peer else cluster.beside_s_per_byte
+    return lost * moved_bytes(op, logged_bytes, ranks)
 
 
 def bandwidth(ring: Ring, cluster: Cluster) -> float:

@@ -187,7 +187,8 @@ def test_gradients_are_copied_into_their_messages_beside_backward():
 
 
 def test_what_a_message_takes_follows_the_bytes_that_a_rank_sends():
-    machine = Cluster(8, Link(1e9, 0.0), None, 0.0, beside_s_per_byte=1e-9)
+    machine = Cluster(8, Link(1e9, 0.0), None, 0.0, beside_s_per_byte=1e-9, beside_peer_s_per_byte=1e-10)
+    assert lost_seconds("all_reduce_sum", 1e9, 4, machine, peer=True) == pytest.approx(0.15)
     assert lost_seconds("all_reduce_sum", 1e9, 4, machine) == pytest.approx(1.5)
     assert lost_seconds("all_gather", 1e9, 4, machine) == pytest.approx(0.75)
     assert lost_seconds("all_reduce_sum", 1e9, 1, machine) == 0.0
