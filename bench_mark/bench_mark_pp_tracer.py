@@ -122,6 +122,10 @@ def message_seconds_measured(states: Tensor, mesh: Mesh) -> float:
         if states.is_cuda:
             torch.cuda.synchronize()
         taken.append(tracer.seconds(began, ended))
-    ranks = all_gather_json(taken[MESSAGES_WARM_UP:], mesh, "pp")
-    pairs = zip(ranks[0::2], ranks[1::2], strict=False)  # the last of an odd number has no partner
+    return of_slowest_pair(all_gather_json(taken[MESSAGES_WARM_UP:], mesh, "pp"))
+
+
+def of_slowest_pair(ranks: list[list[float]]) -> float:
+    """From each rank's seconds of the same messages; the last of an odd number of ranks has no partner."""
+    pairs = zip(ranks[0::2], ranks[1::2], strict=False)
     return max(statistics.median(map(min, *pair)) for pair in pairs)

@@ -9,13 +9,15 @@ import torch
 from bench_mark.bench_mark_pp import row_of, send_seconds, show
 from bench_mark.bench_mark_pp_contestants import Contestant
 from bench_mark.bench_mark_pp_idle import by_formula, idle_of, on_paper
-from bench_mark.bench_mark_pp_tracer import StepTimes, Tracer
+from bench_mark.bench_mark_pp_tracer import StepTimes, Tracer, message_seconds_measured, of_slowest_pair
 from llm.args import DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from llm.hardware import known_hardware
 from llm.plan_time import cluster_of, datasheet_rates
 from llm.plan_time_layouts import Machine
+from parallel.mesh_degrees import Degrees
 from parallel.pipeline_schedules import Operation, build_schedule
 from parallel.pipeline_schedules_simulation import Simulation, replay
+from tests.parallel.pool import pool_of
 
 
 def config_of(schedule: str, chunks: int) -> TrainConfig:
@@ -109,3 +111,19 @@ def test_the_tracer_parts_a_step_into_before_its_operations_each_of_them_and_aft
     assert times.operations[0][3] >= times.before_s >= 0.02 and times.after_s >= 0.03
     assert times.means["F1"] >= 0.005 and times.work_s <= whole_s - 0.01
     assert tracer.spans == [] and tracer.issued > 0
+
+
+def test_a_message_takes_what_the_rank_that_came_last_saw_of_it():
+    # The first pair's ranks are late in turn; of the second pair every message takes 3.
+    assert of_slowest_pair([[9.0, 2.0, 8.0], [1.0, 7.0, 2.0]]) == 2.0
+    assert of_slowest_pair([[9.0, 2.0, 8.0], [1.0, 7.0, 2.0], [3.0] * 3, [4.0] * 3, [50.0] * 3]) == 3.0
+
+
+def timed_message(mesh) -> float:
+    return message_seconds_measured(torch.ones(1000), mesh)
+
+
+@pytest.mark.dist
+def test_ranks_time_a_message_together_an_odd_one_without_a_partner():
+    seconds = pool_of(3).run(timed_message, degrees=Degrees(pp=3))
+    assert seconds[0] > 0 and seconds == [seconds[0]] * 3
