@@ -172,7 +172,7 @@ def accumulation_time(work: Workload, rates: Rates) -> float:
 
 
 # Views and calls of modules beside kernels: a block of tiny tensors takes a CPU as long as 2.13 (float32) and 2.10
-# (autocast) operations for each of its kernels. And the optimizer's small operations, a counter and its reading a tensor.
+# (autocast) operations for each of its kernels. The optimizer's are a counter and its reading for each tensor.
 DISPATCHES_PER_KERNEL = 2.1
 OPTIMIZER_OPS_PER_TENSOR = 4
 # Of an autograd node written in Python, forward and backward, where it was not calibrated: 96 us beside 5.8 us for an
