@@ -128,6 +128,7 @@ class RankPart:
     context_mode: str = "ring"
     adds_in_products: bool = False  # products add to gradients: a pipeline's graphs, and W where no hooks wait
     casts_once: bool = False  # a pipeline's graphs: weights to bfloat16 once a step
+    casts_norms: bool = False  # norms' weights are gathered in bfloat16, and so is what they write
 
 
 @dataclass(frozen=True)

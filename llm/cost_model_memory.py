@@ -55,7 +55,8 @@ def saved_in_block(work: Workload) -> list[Saved]:
     C, Q, e = model.d_model, query_width(model), matmul_bytes(work)
     # Under autocast each projection makes its own bfloat16 copy of a float32 input; a compiled block makes one, and
     # tensor parallelism casts what enters before it crosses.
-    once = e == FP32 or compiled or work.part.tensor_ranks > 1 or work.fuses("norm") or work.fuses("linear")
+    cast_before = work.part.tensor_ranks > 1 or work.part.casts_norms
+    once = e == FP32 or compiled or cast_before or work.fuses("norm") or work.fuses("linear")
     copies = {"q, k, v": 1, "gate, up": 1} if once else {"q, k, v": 3, "gate, up": 2}
     saved = [
         *saved_by_norm(work, C, "attention_norm"),

@@ -53,6 +53,7 @@ class DataLayout:
     first_bucket_bytes: int = 2**20
     reduce_dtype: str | None = None  # of gradients on the wire
     param_dtype: str | None = None  # of matrices that FSDP gathers; vectors and the embedding keep theirs
+    casts_all: bool = False  # no, these too
     micro_batches: int = 1
     reduce_each_micro_batch: bool = True  # FSDP
     transport: str = "backend"  # of buckets; "peer": they lie where other ranks read them, for good
@@ -270,6 +271,7 @@ def stage_of(unit: list[Param]) -> int:
 
 def gathered_dtype(param: Param, layout: DataLayout) -> str:
     keeps = len(param.shape) < 2 or param.name.startswith("embedding.")  # llm.parallelize.is_kept_by_autocast
+    keeps = keeps and not layout.casts_all
     return layout.param_dtype if layout.param_dtype and not keeps else param.dtype
 
 
