@@ -3,9 +3,8 @@
 NCCL's kernels hold processors of a GPU for as long as a message travels, and the products beside it run slower for it;
 a copy from another GPU's memory is done by copy engines, which hold none. So a sum here is: meet, copy the others' part
 of this rank's share, add it (the one kernel, over a share of the bytes), meet, copy the shares that the others have
-finished. The idea is that of torch's low-contention collectives over symmetric memory, which maps the memory; what
-differs is that buffers are ours, lie there from the start and are summed in place, and that no kernel waits
-(collectives_peer_flags).
+finished. The idea is that of torch's low-contention collectives over symmetric memory, which maps the memory and lets
+ranks meet in stream order; what differs is that buffers are ours, lie there from the start and are summed in place.
 
 On CPUs the same steps run over shared memory and gloo, one after the other when the result is waited for.
 """
@@ -24,7 +23,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from configs.errors import UserError
 from parallel.collectives import all_gather_json, barrier
-from parallel.collectives_peer_flags import FLAGS_BYTES, StreamFlags
 from parallel.collectives_pending import Pending, start
 from parallel.mesh import Mesh
 
@@ -43,8 +41,7 @@ class PeerMemory:
     def __init__(self, nbytes: int, mesh: Mesh, axis: str):
         self.mesh, self.axis, self.taken = mesh, axis, 0
         self.size, self.rank = mesh.size(axis), mesh.rank_in(axis)
-        self.flags: StreamFlags | None = None
-        self.mapping: Any = None  # keeps the others' memory mapped
+        self.mapping: Any = None  # of the others' memory, on GPUs
         if self.size == 1:
             self.arenas = [torch.empty(nbytes, dtype=torch.uint8, device=mesh.device)]
             return
@@ -54,18 +51,12 @@ class PeerMemory:
     def map_devices(self, nbytes: int) -> list[Tensor]:
         from torch.distributed import _symmetric_memory as symmetric
 
-        total = FLAGS_BYTES + nbytes
-        own = symmetric.empty(total, dtype=torch.uint8, device=self.mesh.device)
-        own[:FLAGS_BYTES].zero_()
-        torch.cuda.synchronize(self.mesh.device)
-        self.mesh.peer_bytes += total
-        weakref.finalize(self, give_back_bytes, self.mesh, total)
+        own = symmetric.empty(nbytes, dtype=torch.uint8, device=self.mesh.device)
+        self.mesh.peer_bytes += nbytes
+        weakref.finalize(self, give_back_bytes, self.mesh, nbytes)
         self.mapping = symmetric.rendezvous(own, self.mesh.group(self.axis))
-        others = [self.mapping.get_buffer(place, (total,), torch.uint8) for place in range(self.size)]
-        arenas = [own if place == self.rank else arena for place, arena in enumerate(others)]
-        self.flags = StreamFlags([arena[:FLAGS_BYTES] for arena in arenas], self.rank)
-        barrier(self.mesh, self.axis)  # no rank writes before all flags are zero
-        return [arena[FLAGS_BYTES:] for arena in arenas]
+        others = [self.mapping.get_buffer(place, (nbytes,), torch.uint8) for place in range(self.size)]
+        return [own if place == self.rank else arena for place, arena in enumerate(others)]
 
     def meet(self) -> None:
         """Nothing after this, in the current stream, begins before all ranks of the axis have come so far in theirs.
@@ -74,8 +65,8 @@ class PeerMemory:
         """
         if self.size == 1:
             return
-        if self.flags is not None:
-            self.flags.meet(torch.cuda.current_stream(self.mesh.device))
+        if self.mapping is not None:
+            self.mapping.barrier(channel=0)
         else:
             dist.barrier(group=self.mesh.group(self.axis))
 

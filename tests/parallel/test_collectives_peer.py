@@ -7,7 +7,7 @@ import torch
 
 from configs.errors import UserError
 from llm.args import ParallelConfig
-from parallel import collectives_peer, collectives_peer_flags
+from parallel import collectives_peer
 from parallel.collectives_peer import (
     PeerMemory,
     peer_bytes,
@@ -66,52 +66,6 @@ def test_a_sum_on_gpus_matches_the_sum_of_all_ranks(numel):
             assert second.eq(1).all()
 
 
-class Stream:
-    cuda_stream = 7
-
-
-def test_ranks_tell_all_others_and_await_all_others(monkeypatch):
-    """The driver's calls stand in as stores and comparisons at the addresses that they are given."""
-    flags = [torch.zeros(collectives_peer_flags.FLAGS_BYTES, dtype=torch.uint8) for _ in range(3)]
-    words = [
-        (tensor.data_ptr() + 4 * i, word)
-        for tensor in flags
-        for i, word in enumerate(tensor.view(torch.int32).split(1))
-    ]
-    word_at = dict(words)
-    open_waits = []
-
-    def write(stream, address, value, mode):
-        word_at[address].fill_(value)
-        return 0
-
-    def wait(stream, address, value, mode):
-        open_waits.append((address, value))
-        return 0
-
-    monkeypatch.setattr(collectives_peer_flags, "driver_calls", lambda: (write, wait))
-    ranks = [collectives_peer_flags.StreamFlags(flags, rank) for rank in range(3)]
-
-    def blocked():
-        return sum(word_at[address].item() < value for address, value in open_waits)
-
-    for _ in range(2):
-        ranks[0].meet(Stream)
-        assert blocked() == 2
-        ranks[1].meet(Stream)
-        assert blocked() == 2  # each of the two still awaits the third
-        ranks[2].meet(Stream)
-        assert blocked() == 0 and len(open_waits) == 6
-        open_waits.clear()
-
-
-def test_an_error_of_the_driver_is_told(monkeypatch):
-    monkeypatch.setattr(collectives_peer_flags, "driver_calls", lambda: (lambda *_: 0, lambda *_: 801))
-    flags = [torch.zeros(collectives_peer_flags.FLAGS_BYTES, dtype=torch.uint8) for _ in range(2)]
-    with pytest.raises(RuntimeError, match="801"):
-        collectives_peer_flags.StreamFlags(flags, 0).meet(Stream)
-
-
 def scattered_and_gathered(mesh, share):
     memory = PeerMemory(peer_bytes([(share * mesh.world_size, torch.float32)]), mesh, "dp")
     buffer = memory.take(share * mesh.world_size, torch.float32).use_equal_shares()
@@ -132,13 +86,20 @@ def test_a_scatter_leaves_its_buffer_and_a_gather_fills_it(world_size):
         assert ops[-2:] == ["reduce_scatter_sum", "all_gather"]
 
 
-def files_left(mesh):
-    PeerMemory(4096, mesh, "dp")
-    return [path.name for path in Path("/dev/shm").glob("mew-peer-*")]
+def files_made(mesh):
+    """The files behind the memory, by what the module was given for them."""
+    made, original = [], collectives_peer.tempfile.mkstemp
+    try:
+        collectives_peer.tempfile.mkstemp = lambda **how: made.append(original(**how)) or made[-1]
+        PeerMemory(4096, mesh, "dp")
+    finally:
+        collectives_peer.tempfile.mkstemp = original
+    return [path for _, path in made]
 
 
 def test_no_file_is_left_behind():
-    assert run_ranks(files_left, 2)[0] == [] or not Path("/dev/shm").is_dir()
+    made = [path for paths in run_ranks(files_made, 2) for path in paths]
+    assert len(set(made)) == 2 and not any(Path(path).exists() for path in made)
 
 
 def on_two_machines(mesh, folder):
