@@ -175,10 +175,10 @@ def accumulation_time(work: Workload, rates: Rates) -> float:
 # (autocast) operations for each of its kernels. The optimizer's are a counter and its reading for each tensor.
 DISPATCHES_PER_KERNEL = 2.1
 OPTIMIZER_OPS_PER_TENSOR = 4
-# Of an autograd node written in Python, forward and backward, where it was not calibrated: 96 us beside 5.8 us for an
-# operation on a tiny tensor, on a CPU. Of a Triton launch: what a call of attention takes on an H200's host, 137 us,
-# beside its half of a node, where a plain operation takes 5 to 10.
-PYTHON_NODE_OPS = 16
+# Of an operation of ours, forward and backward, with what Python does in it (a node that does nothing is worth 2): a
+# fused block takes an H200's host 4.0 to 4.5 ms a micro-batch, where a plain operation takes 12 us. Of a Triton launch:
+# what a call of attention takes there, 137 us, beside its half of a node.
+PYTHON_NODE_OPS = 25
 TRITON_LAUNCH_OPS = 6
 OPS_BESIDE_GRAPH = 20  # copies of the batch, the replay, the norm and the update
 
@@ -193,21 +193,18 @@ def host_time(work: Workload, rates: Rates) -> float:
     kernels = products + sum(passes.kernels for passes in block_passes(work))
     per_micro_batch = work.layers * kernels + 60
     if work.compile == "none":
-        per_micro_batch = DISPATCHES_PER_KERNEL * per_micro_batch + work.layers * python_ops(work, rates)
+        per_micro_batch = DISPATCHES_PER_KERNEL * per_micro_batch + work.layers * python_ops(work)
     tensors = 9 * work.layers + 3
     per_tensor = 1 if work.fuses("optimizer") else OPTIMIZER_OPS_PER_TENSOR
     return rates.op_overhead_s * (work.grad_accum_steps * per_micro_batch + per_tensor * tensors)
 
 
-def python_ops(work: Workload, rates: Rates) -> float:
+def python_ops(work: Workload) -> int:
     """What fused operations of one block cost the host beside their kernels, in plain operations' worth."""
     nodes = {"norm": (2, 4), "rope": (1, 2), "swiglu": (1, 2), "linear": (4, 0)}  # and launches, both ways
     own = [counts for operation, counts in nodes.items() if work.fuses(operation)]
     own += [(1, 4)] if work.model.attention == "triton" else []
-    node_ops = PYTHON_NODE_OPS
-    if rates.node_overhead_s is not None:
-        node_ops = rates.node_overhead_s / rates.op_overhead_s
-    return sum(node_ops * node + TRITON_LAUNCH_OPS * launches for node, launches in own)
+    return sum(PYTHON_NODE_OPS * node + TRITON_LAUNCH_OPS * launches for node, launches in own)
 
 
 def end_passes(work: Workload) -> list[Passes]:

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -32,7 +31,6 @@ class Rates:
     bf16_matmul: float  # FLOP/s of a bfloat16 product of 256 x 256, for Muon's iteration; slow on most CPUs
     op_overhead_s: float  # of one operation on a tiny tensor, launch included
     other_passes: dict[str, Points] = field(default_factory=dict)  # those of KINDS; without one it is a new_pass
-    node_overhead_s: float | None = None  # of an autograd node written in Python, both ways, beside its operations
 
     def pass_points(self, kind: str) -> Points:
         """Seconds by bytes of "plain" passes, "exp", or one of KINDS."""
@@ -175,7 +173,6 @@ def calibrate(device: torch.device, dtype: torch.dtype, now_s: Callable[[], floa
     if device.type == "cuda":
         raise_clocks(device)
     stopwatch = Stopwatch(device, now_s)
-    op_overhead_s = op_overhead(device, stopwatch)
     return Rates(
         matmul=tuple((width, matmul_rate(width, grid.rows, device, dtype, stopwatch)) for width in grid.widths),
         new_pass=pass_times(grid, device, lambda a, b: a * b, 3, stopwatch),
@@ -183,13 +180,12 @@ def calibrate(device: torch.device, dtype: torch.dtype, now_s: Callable[[], floa
         exp_pass=pass_times(grid, device, lambda a, b: F.silu(a), 2, stopwatch),
         attention=tuple(attention_rates(head_dim, grid, device, dtype, stopwatch) for head_dim in grid.head_dims),
         bf16_matmul=square_bf16_rate(device, stopwatch),
-        op_overhead_s=op_overhead_s,
+        op_overhead_s=op_overhead(device, stopwatch),
         other_passes={
             name: kind_times(kind, grid, device, dtype, stopwatch)
             for name, kind in KINDS.items()
             if dtype.itemsize < 4 or name not in NARROW_KINDS
         },
-        node_overhead_s=max(0.0, 2 * op_overhead(device, stopwatch, Scaled.apply) - 2 * op_overhead_s),
     )
 
 
@@ -260,35 +256,14 @@ def attention_rates(
     return head_dim, tuple(forward), tuple(backward)
 
 
-def scaled(x: torch.Tensor) -> torch.Tensor:
-    return x * 1.5
-
-
-class Scaled(torch.autograd.Function):
-    """The same as a node of Python's, which keeps its input, as a fused operation does."""
-
-    @staticmethod
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        return scaled(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        assert len(ctx.saved_tensors) == 1
-        return scaled(gradient)
-
-
-def op_overhead(device: torch.device, stopwatch: Stopwatch, operation: Callable = scaled, count: int = 200) -> float:
+def op_overhead(device: torch.device, stopwatch: Stopwatch, count: int = 200) -> float:
     """Seconds that the host needs to issue one operation and its backward's, halved."""
     x = torch.ones(16, device=device, requires_grad=True)
 
     def chain() -> None:
         y = x
         for _ in range(count):
-            y = operation(y)
+            y = y * 1.5
         y.backward(torch.ones_like(y))
 
     # By the host's clock on a GPU too, whose kernels are shorter; the best of many, since threads wait for each other.

@@ -12,7 +12,13 @@ from torch.utils._pytree import tree_leaves
 from llm.args import KernelsConfig, ModelConfig
 from llm.cost_model import Workload
 from llm.cost_model_memory import BF16, FP32
-from llm.cost_model_time import end_passes, predict_step_time
+from llm.cost_model_time import (
+    DISPATCHES_PER_KERNEL,
+    PYTHON_NODE_OPS,
+    TRITON_LAUNCH_OPS,
+    end_passes,
+    predict_step_time,
+)
 from llm.cost_model_time_passes import Moved, Passes, block_passes, loss_moved
 from llm.hardware_calibration import KINDS, Rates
 from llm.loss import CrossEntropyLoss
@@ -134,8 +140,11 @@ def test_a_kind_that_is_slow_slows_the_blocks_that_have_it(kind):
     assert moved and added == pytest.approx(moved * (1e-9 - 1e-12), rel=1e-6)
 
 
-def test_a_fused_step_costs_its_host_what_python_nodes_cost_there():
+def test_a_fused_step_costs_its_host_what_python_nodes_and_launches_cost_there():
     work = Workload(replace(BASE, num_layers=3), ROWS, LENGTH, device="cuda", kernels=KernelsConfig(swiglu=True))
+    plain = replace(work, kernels=KernelsConfig())
     rates = Rates(FLAT, FAST, FAST, FAST, ((16, FLAT, FLAT),), 1e15, 1e-6)
-    slow, slower = (predict_step_time(work, replace(rates, node_overhead_s=s)).host_s for s in (1e-5, 3e-5))
-    assert slower - slow == pytest.approx(3 * 2e-5)  # one node a block
+    fused, eager = (predict_step_time(each, rates).host_s for each in (work, plain))
+    # A node and two launches a block, and two kernels in place of five.
+    own = PYTHON_NODE_OPS + 2 * TRITON_LAUNCH_OPS - 3 * DISPATCHES_PER_KERNEL
+    assert fused - eager == pytest.approx(3 * own * 1e-6)
