@@ -19,12 +19,18 @@ from parallel.cost_model_traffic import DataLayout, Message
 from parallel.mesh_degrees import AXES, Degrees, known_groups
 from parallel.pipeline_schedules_simulation import Simulation
 
-# Of the peak, a linear layer's three products by width, as hardware_calibration times them.
-MATMUL_SHARE = ((512, 0.46), (1024, 0.66), (2048, 0.785), (4096, 0.79), (8192, 0.78))
-# torch's attention (cuDNN), causal, of the matmul peak by sequence length; backward counts twice forward's operations.
+# Of the peak, a linear layer's three products by width, as hardware_calibration times them: at the clocks of long work.
+MATMUL_SHARE = ((512, 0.52), (1024, 0.605), (2048, 0.67), (4096, 0.67), (8192, 0.685))
+# torch's attention (cuDNN), causal, likewise by sequence length; backward counts twice forward's operations.
 ATTENTION_SHARE = {
-    64: (((1024, 0.313), (2048, 0.402), (4096, 0.419)), ((1024, 0.196), (2048, 0.264), (4096, 0.278))),
-    128: (((4096, 0.547), (16384, 0.571)), ((4096, 0.382), (16384, 0.434))),
+    64: (
+        ((1024, 0.324), (2048, 0.38), (4096, 0.409), (16384, 0.444)),
+        ((1024, 0.204), (2048, 0.257), (4096, 0.296), (16384, 0.343)),
+    ),
+    128: (
+        ((1024, 0.42), (2048, 0.484), (4096, 0.527), (16384, 0.583)),
+        ((1024, 0.252), (2048, 0.313), (4096, 0.366), (16384, 0.42)),
+    ),
 }
 MEMORY_SHARE = 0.88  # of the bandwidth, a copy: 4.24 of 4.8 TB/s measured
 # The same for kernels that are not vectorised (hardware_calibration.KINDS), of the bandwidth: from a step's profile.
