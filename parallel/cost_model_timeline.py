@@ -126,7 +126,8 @@ def with_packing(compute: Compute, messages: list[Message], copy_bytes_per_s: fl
     """The computation with the copies of gradients into the messages that sum them: each byte read and written."""
     backward = list(compute.backward_s)
     for message in messages:
-        if message.phase == "backward" and message.micro_batch == 0 and message.op != "all_gather":
+        sums = message.op != "all_gather" and message.axis != "dp_replicate"  # whose shard is summed in place
+        if message.phase == "backward" and message.micro_batch == 0 and sums:
             backward[message.stage] += 2 * message.nbytes / copy_bytes_per_s
     return replace(compute, backward_s=tuple(backward))
 
