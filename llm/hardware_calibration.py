@@ -1,7 +1,7 @@
 """How fast this device does generic work: matrix products, element-wise passes, attention, one tiny operation.
 
-One or two seconds on a CPU, three on a GPU. It never times a model of ours: the predictions made from it would then
-only repeat the measurement. Sizes lie on a fixed grid; the cost model interpolates between them.
+About three seconds. It never times a model of ours: the predictions made from it would then only repeat the
+measurement. Sizes lie on a fixed grid; the cost model interpolates between them.
 """
 
 import math
