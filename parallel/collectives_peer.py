@@ -46,6 +46,7 @@ class PeerMemory:
             self.arenas = [torch.empty(nbytes, dtype=torch.uint8, device=mesh.device)]
             return
         check_reachable(mesh, axis)
+        nbytes = max(nbytes, ALIGNMENT_BYTES)  # of nothing there is no mapping
         self.arenas = self.map_devices(nbytes) if mesh.device.type == "cuda" else map_files(nbytes, mesh, axis)
 
     def map_devices(self, nbytes: int) -> list[Tensor]:
@@ -54,7 +55,13 @@ class PeerMemory:
         own = symmetric.empty(nbytes, dtype=torch.uint8, device=self.mesh.device)
         self.mesh.peer_bytes += nbytes
         weakref.finalize(self, give_back_bytes, self.mesh, nbytes)
-        self.mapping = symmetric.rendezvous(own, self.mesh.group(self.axis))
+        try:
+            self.mapping = symmetric.rendezvous(own, self.mesh.group(self.axis))
+        except RuntimeError as error:
+            raise UserError(
+                f"parallel.transport=peer: the GPUs' memory could not be shared ({error}); ranks in containers of "
+                f"their own must share process ids and /tmp, or use parallel.transport=backend"
+            ) from error
         others = [self.mapping.get_buffer(place, (nbytes,), torch.uint8) for place in range(self.size)]
         return [own if place == self.rank else arena for place, arena in enumerate(others)]
 
@@ -207,26 +214,47 @@ def check_reachable(mesh: Mesh, axis: str) -> None:
             f"parallel.transport=peer needs all {len(ranks)} ranks along {axis} on one machine; "
             f"use parallel.transport=backend"
         )
-    own = mesh.device.index
+    own, fault = mesh.device.index, None
     if mesh.device.type == "cuda":
         blind = [i for _, i in ranks if i != own and not torch.cuda.can_device_access_peer(own, i)]
         if blind:
-            raise UserError(
-                f"parallel.transport=peer needs GPUs that can read each other's memory, and cuda:{own} cannot read "
-                f"cuda:{blind[0]}; use parallel.transport=backend"
-            )
+            fault = f"needs GPUs that can read each other's memory, and cuda:{own} cannot read cuda:{blind[0]}"
+    refuse_together(fault, mesh, axis)
+
+
+def refuse_together(fault: str | None, mesh: Mesh, axis: str) -> None:
+    """UserError on all ranks of the axis where one has met a fault: alone it would leave the others waiting."""
+    faults = [told for told in all_gather_json(fault, mesh, axis) if told is not None]
+    if faults:
+        raise UserError(f"parallel.transport=peer {faults[0]}; use parallel.transport=backend")
 
 
 def map_files(nbytes: int, mesh: Mesh, axis: str) -> list[Tensor]:
-    """Shared memory of the processes of one machine, through files that are gone again when all have opened them."""
-    folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    """Shared memory of the processes of one machine, through files that are gone again when all have opened them.
+
+    Raises UserError on all ranks where one has no room, or where they see different folders, as containers do.
+    """
+    folder = "/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir()
     descriptor, path = tempfile.mkstemp(prefix="mew-peer-", dir=folder)
     try:
-        os.truncate(descriptor, nbytes)
+        refuse_together(reserve(descriptor, nbytes, folder), mesh, axis)
         paths = all_gather_json(path, mesh, axis)
+        # Torch would make a file that is not there: sums of zeros, and no error.
+        unseen = [other for other in paths if not Path(other).exists()]
+        fault = f"needs ranks that share {folder}, and {unseen[0]} of another rank is not there" if unseen else None
+        refuse_together(fault, mesh, axis)
         arenas = [torch.from_file(other, shared=True, size=nbytes, dtype=torch.uint8) for other in paths]
         barrier(mesh, axis)
     finally:
         os.close(descriptor)
         os.unlink(path)
     return arenas
+
+
+def reserve(descriptor: int, nbytes: int, folder: str) -> str | None:
+    """Give the file its size and its room; what is wrong, if there is none (a file of holes would kill its writer)."""
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        return f"needs {nbytes} bytes in {folder} on every rank, and there it says {error.strerror!r}; enlarge {folder}"
+    return None

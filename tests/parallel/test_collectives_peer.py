@@ -122,6 +122,49 @@ def restore_boot_id(mesh):
     collectives_peer.BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
+def without_room(mesh):
+    try:
+        PeerMemory(1 << 50 if mesh.rank == 1 else 4096, mesh, "dp")
+    except UserError as error:
+        return str(error)
+
+
+def test_a_rank_without_room_ends_all_of_them():
+    for message in run_ranks(without_room, 3):
+        assert f"needs {1 << 50} bytes in" in message and "use parallel.transport=backend" in message
+
+
+def in_another_container(mesh):
+    """Rank 1's file is not where rank 0 looks for it, as with two folders of one name."""
+    original = collectives_peer.all_gather_json
+
+    def elsewhere(value, *where):
+        moves = mesh.rank == 1 and isinstance(value, str) and value.startswith("/")
+        return original(f"{value}-elsewhere" if moves else value, *where)
+
+    collectives_peer.all_gather_json = elsewhere
+    try:
+        PeerMemory(4096, mesh, "dp")
+    except UserError as error:
+        return str(error)
+    finally:
+        collectives_peer.all_gather_json = original
+
+
+def test_ranks_that_share_no_folder_are_refused():
+    for message in run_ranks(in_another_container, 2):
+        assert "-elsewhere of another rank is not there; use parallel.transport=backend" in message
+        assert not Path(message.partition("and ")[2].partition(" of another")[0]).exists()
+
+
+def test_memory_of_nothing_is_possible():
+    assert run_ranks(bytes_of_nothing, 2) == [1, 1]
+
+
+def bytes_of_nothing(mesh):
+    return len({arena.numel() for arena in PeerMemory(0, mesh, "dp").arenas})
+
+
 @pytest.mark.parametrize("settings", [{"zero": 3}, {"zero": 2}, {"ddp_mode": "naive"}, {"transport": "carrier-pigeon"}])
 def test_what_has_no_buckets_is_refused(settings):
     with pytest.raises(UserError, match=r"parallel\.transport"):
@@ -131,3 +174,45 @@ def test_what_has_no_buckets_is_refused(settings):
 def test_the_naive_mode_has_no_buckets():
     with pytest.raises(UserError, match="ddp_mode=naive"):
         DdpSettings(mode="naive", transport="peer")
+
+
+class OneGpu:
+    """What map_devices asks of a mesh, without a GPU."""
+
+    device, peer_bytes = torch.device("cpu"), 0
+
+    def group(self, axis):
+        return None
+
+
+def device_memory(mesh, monkeypatch, rendezvous):
+    from torch.distributed import _symmetric_memory as symmetric
+
+    monkeypatch.setattr(symmetric, "empty", torch.empty)
+    monkeypatch.setattr(symmetric, "rendezvous", rendezvous)
+    memory = PeerMemory.__new__(PeerMemory)
+    memory.mesh, memory.axis, memory.size, memory.rank = mesh, "dp", 2, 0
+    memory.arenas = memory.map_devices(4096)
+    return memory
+
+
+class Mapping:
+    def get_buffer(self, place, shape, dtype):
+        return torch.zeros(shape, dtype=dtype)
+
+
+def test_bytes_that_the_allocator_does_not_see_are_counted_while_they_live(monkeypatch):
+    mesh = OneGpu()
+    memory = device_memory(mesh, monkeypatch, lambda own, group: Mapping())
+    assert mesh.peer_bytes == 4096 and [arena.numel() for arena in memory.arenas] == [4096, 4096]
+    del memory
+    assert mesh.peer_bytes == 0
+
+
+def test_a_gpu_whose_memory_cannot_be_mapped_is_told(monkeypatch):
+    def rendezvous(own, group):
+        raise RuntimeError("no such process")
+
+    mesh = OneGpu()
+    with pytest.raises(UserError, match=r"could not be shared \(no such process\).*parallel\.transport=backend"):
+        device_memory(mesh, monkeypatch, rendezvous)
