@@ -67,8 +67,8 @@ def detect_hardware(
 ) -> Hardware:
     """The device as the config or its own name says, calibrated in `dtype` (auto: bfloat16 on a GPU).
 
-    Takes about three seconds. `threads` is only told; set it with torch.set_num_threads. UserError when the config names
-    a GPU and the device is a CPU.
+    Takes about three seconds. `threads` is only told; set it with torch.set_num_threads. UserError when the config
+    names a GPU and the device is a CPU.
     """
     if dtype == "auto":
         dtype = "bfloat16" if device.type == "cuda" else "float32"
