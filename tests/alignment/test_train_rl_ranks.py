@@ -70,10 +70,10 @@ def test_two_ranks_with_unequal_tokens_are_one(aggregation, tmp_path):
     assert_close(tmp_path / "two", tmp_path / "one", RL_RANKS)
 
 
-@pytest.mark.parametrize("zero", (1, 3))
-def test_sharded_training_ranks_are_one(zero, tmp_path):
+@pytest.mark.parametrize("layout", (("zero=1",), ("zero=1", "transport=peer"), ("zero=3",)))
+def test_sharded_training_ranks_are_one(layout, tmp_path):
     run_on(1, tmp_path / "one", *SGD)
-    run_on(2, tmp_path / "two", *SGD, f"parallel.zero={zero}")
+    run_on(2, tmp_path / "two", *SGD, *(f"parallel.{setting}" for setting in layout))
     assert_close(tmp_path / "two", tmp_path / "one", RL_RANKS)
 
 

@@ -32,11 +32,15 @@ def losses(run: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in read_jsonl(run / "metrics.jsonl") if "loss" in line}
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_every_stage_trains_as_one_device(tiny_corpus, tmp_path, zero):
+LAYOUTS = [["zero=0"], ["zero=1"], ["zero=2"], ["zero=3"], ["transport=peer"], ["zero=1", "transport=peer"]]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=",".join)
+def test_every_stage_trains_as_one_device(tiny_corpus, tmp_path, layout):
     overrides = tiny_corpus.overrides(tmp_path)
     train(compose_config(TrainConfig, "training", [*overrides, "name=one"]))
-    process = start(overrides, "name=two", f"parallel.zero={zero}", "validation_tokens=96")  # three windows: uneven
+    changes = [f"parallel.{setting}" for setting in layout]
+    process = start(overrides, "name=two", *changes, "validation_tokens=96")  # three windows: uneven
     _, err = process.communicate(timeout=180)
     assert process.returncode == 0, err
     one, two = losses(tmp_path / "one"), losses(tmp_path / "two")

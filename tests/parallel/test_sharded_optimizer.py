@@ -118,7 +118,20 @@ class Tower(nn.Module):
         return x @ self.output.weight  # as a fused loss reads it: no hook of its own would fire
 
 
-def late_parameters(mesh, with_units):
+def read_in_full(strategy):
+    return strategy.full_parameters()
+
+
+def read_gathered(strategy):
+    with strategy.gathered():
+        return {name: value.clone() for name, value in strategy.model.state_dict().items()}
+
+
+def read_pieces(strategy):
+    return {piece.name: piece.local.clone() for piece in strategy.pieces()}
+
+
+def late_parameters(mesh, with_units, read=read_in_full):
     model, seen = Tower(), []
     settings = Zero1Settings(bucket_bytes=1, first_bucket_bytes=1, transport="peer")  # nothing arrives but by wait()
     strategy = apply_zero1(model, mesh, settings, list(model.blocks) if with_units else ())
@@ -132,7 +145,7 @@ def late_parameters(mesh, with_units):
         optimizer.step()
         seen.append(len(strategy.arrivals.pending))
         optimizer.zero_grad()
-    return seen, strategy.full_parameters(), len(strategy.arrivals.pending)
+    return seen, read(strategy), len(strategy.arrivals.pending)
 
 
 @pytest.mark.dist
@@ -144,6 +157,14 @@ def test_with_units_parameters_arrive_during_the_next_forward_pass():
         assert seen_at_once == [0] * 8
         for name, value in expected.items():
             assert torch.equal(parameters[name], value), name
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("read", [read_gathered, read_pieces])
+def test_who_reads_parameters_outside_of_a_forward_pass_waits_for_them(read):
+    for late, at_once in zip(run(2, late_parameters, True, read), run(2, late_parameters, False), strict=True):
+        assert late[0][-1] == 5 and late[2] == 0
+        assert all(torch.equal(late[1][name], value) for name, value in at_once[1].items())
 
 
 @pytest.mark.dist
