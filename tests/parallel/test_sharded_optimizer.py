@@ -131,8 +131,10 @@ def read_pieces(strategy):
     return {piece.name: piece.local.clone() for piece in strategy.pieces()}
 
 
-def late_parameters(mesh, with_units, read=read_in_full):
+def late_parameters(mesh, with_units, read=read_in_full, compiled=False):
     model, seen = Tower(), []
+    for block in model.blocks if compiled else ():
+        block.compile(backend="aot_eager")
     settings = Zero1Settings(bucket_bytes=1, first_bucket_bytes=1, transport="peer")  # nothing arrives but by wait()
     strategy = apply_zero1(model, mesh, settings, list(model.blocks) if with_units else ())
     optimizer = strategy.shard_optimizer(build_optimizer(model.named_parameters(), optimizer_config("sgd")))
@@ -157,6 +159,15 @@ def test_with_units_parameters_arrive_during_the_next_forward_pass():
         assert seen_at_once == [0] * 8
         for name, value in expected.items():
             assert torch.equal(parameters[name], value), name
+
+
+@pytest.mark.dist
+def test_parameters_arrive_in_compiled_units_too():
+    for late, at_once in zip(
+        run(2, late_parameters, True, read_in_full, True), run(2, late_parameters, False), strict=True
+    ):
+        assert late[0] == [0, 0, 0, 5, 3, 2, 0, 5]
+        assert all(torch.equal(late[1][name], value) for name, value in at_once[1].items())
 
 
 @pytest.mark.dist
