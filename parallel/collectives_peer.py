@@ -177,6 +177,7 @@ def start_peer(
 ) -> Pending:
     """Begin a collective on its stream, logged as the backend's would be."""
     if not memory.mesh.is_active(memory.axis):
+        run()
         return Pending(result)
 
     def begin(async_op: bool) -> Any:

@@ -9,6 +9,7 @@ missing on all ranks stays missing.
 What differs from torch's: the model is not wrapped, so names and forward stay; sums; presence travels in the buckets.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -68,8 +69,8 @@ class DataParallel:
         self.next_bucket = 0  # the first one not sent yet: buckets go out in one order on all ranks
         self.sending = True
         self.hooks = [
-            param.register_post_accumulate_grad_hook(self.make_hook(bucket))
-            for bucket in self.buckets
+            param.register_post_accumulate_grad_hook(self.make_hook(place))
+            for place, bucket in enumerate(self.buckets)
             for param in bucket.params
         ]
 
@@ -91,19 +92,27 @@ class DataParallel:
                 bucket.peer = memory.take(numel, dtype)
         return buckets
 
-    def make_hook(self, bucket: Bucket) -> Callable[[Tensor], None]:
+    def make_hook(self, place: int) -> Callable[[Tensor], None]:
+        """For a parameter of the bucket at `place`. It keeps nothing alive: autograd holds it out of gc's sight."""
+        alive = weakref.ref(self)
+
         def gradient_is_there(param: Tensor) -> None:
-            if not self.sending:
+            strategy = alive()
+            if strategy is None or not strategy.sending:
                 return
+            bucket = strategy.buckets[place]
             assert bucket.buffer is None, (
                 f"a gradient of {bucket.names[0]}'s bucket came after it was sent: run all but the last backward pass "
                 f"of a step in no_sync(), and call finish_gradients() each step"
             )
             bucket.waiting -= 1
-            while self.next_bucket < len(self.buckets) and self.buckets[self.next_bucket].waiting <= 0:
-                self.send_next()
+            strategy.send_filled()
 
         return gradient_is_there
+
+    def send_filled(self) -> None:
+        while self.next_bucket < len(self.buckets) and self.buckets[self.next_bucket].waiting <= 0:
+            self.send_next()
 
     def send_next(self) -> None:
         self.buckets[self.next_bucket].launch(self.mesh, self.settings.axis)

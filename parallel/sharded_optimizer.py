@@ -6,6 +6,7 @@ units, beside the next forward pass. Sums, not means: each
 rank's loss is already divided by the number of target tokens of the global batch.
 """
 
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -93,20 +94,27 @@ class Zero1:
         self.pending: list[tuple[Bucket, Pending]] = []
         self.replicating: list[Pending] = []
         self.description = describe(model)
-        for bucket in self.buckets:
+        for place, bucket in enumerate(self.buckets):
             for index, param in enumerate(bucket.params):
-                param.register_post_accumulate_grad_hook(self.make_hook(bucket, index))
+                param.register_post_accumulate_grad_hook(self.make_hook(place, index))
 
-    def make_hook(self, bucket: Bucket, index: int) -> Any:
+    def make_hook(self, place: int, index: int) -> Any:
+        """For a parameter of the bucket at `place`. It keeps nothing alive: autograd holds it out of gc's sight."""
+        alive = weakref.ref(self)
+
         def gradient_is_there(_: nn.Parameter) -> None:
+            strategy = alive()
+            if strategy is None:
+                return
+            bucket = strategy.buckets[place]
             bucket.present[index] = True
-            if self.sending:
-                assert bucket not in self.buckets[: self.next_bucket], (
+            if strategy.sending:
+                assert place >= strategy.next_bucket, (
                     f"a gradient of {bucket.plan.names[0]}'s bucket came after it was sent: call begin_micro_batch "
                     f"before each forward pass, and finish_gradients in each step"
                 )
                 bucket.ready += 1
-                self.send_filled_buckets()
+                strategy.send_filled_buckets()
 
         return gradient_is_there
 

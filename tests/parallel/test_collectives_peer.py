@@ -1,9 +1,12 @@
 """Collectives over memory that the ranks of one machine read: against sums made here, and what they refuse."""
 
+import gc
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from torch import distributed as dist
 
 from configs.errors import UserError
 from llm.args import ParallelConfig
@@ -15,7 +18,9 @@ from parallel.collectives_peer import (
     start_peer_all_reduce,
     start_peer_reduce_scatter,
 )
-from parallel.ddp import DdpSettings
+from parallel.ddp import DataParallel, DdpSettings
+from parallel.mesh_degrees import Degrees
+from parallel.sharded_optimizer import Zero1, Zero1Settings
 from tests.parallel.pool import pool_of, run_ranks
 from tests.tolerances import BF16_ROUNDING, FP64
 
@@ -86,6 +91,49 @@ def test_a_scatter_leaves_its_buffer_and_a_gather_fills_it(world_size):
         assert ops[-2:] == ["reduce_scatter_sum", "all_gather"]
 
 
+def alone(mesh):
+    buffer = PeerMemory(4096, mesh, "dp").take(7, torch.float32)
+    buffer.tensor.fill_(3.0)
+    starts = (start_peer_all_reduce, start_peer_reduce_scatter, start_peer_all_gather)
+    return [start(buffer).wait() for start in starts]
+
+
+def test_one_rank_has_what_it_gave():
+    (results,) = run_ranks(alone, 1)
+    assert all(torch.equal(result, torch.full((7,), 3.0)) for result in results)
+
+
+def beside_a_slow_rank(mesh):
+    """Each buffer is filled late on rank 1, which then lags behind every meeting, and is overwritten at once by rank 0.
+
+    Every meeting keeps rank 0 from something that would be wrong: without any one of them a result is.
+    """
+    memory = PeerMemory(8192, mesh, "dp")
+    meet, pause_s = memory.meet, 0.05 * mesh.rank
+    memory.meet = lambda: (meet(), time.sleep(pause_s))
+    buffers = [memory.take(256, torch.float32).use_equal_shares() for _ in range(3)]
+    results = []
+    for start, buffer in zip(
+        (start_peer_all_reduce, start_peer_reduce_scatter, start_peer_all_gather), buffers, strict=True
+    ):
+        for number in (1.0, 10.0):
+            time.sleep(pause_s)
+            buffer.tensor.fill_(number + mesh.rank)
+            results.append(start(buffer).wait().clone())
+            buffer.tensor.fill_(-1.0)
+    dist.barrier(group=mesh.group("dp"))
+    return results
+
+
+def test_a_slow_rank_is_waited_for():
+    for rank, results in enumerate(run_ranks(beside_a_slow_rank, 2)):
+        summed, again, scattered, scattered_again, *gathered = results
+        assert summed.eq(3.0).all() and again.eq(21.0).all()
+        assert scattered.eq(3.0).all() and scattered_again.eq(21.0).all()
+        for number, result in zip((1.0, 10.0), gathered, strict=True):
+            assert torch.equal(result, torch.tensor([number, number + 1]).repeat_interleave(128)), rank
+
+
 def files_made(mesh):
     """The files behind the memory, by what the module was given for them."""
     made, original = [], collectives_peer.tempfile.mkstemp
@@ -120,6 +168,29 @@ def test_ranks_of_two_machines_are_refused(tmp_path, monkeypatch):
 
 def restore_boot_id(mesh):
     collectives_peer.BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def mappings():
+    return sum("mew-peer-" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def mapped_during_and_after(mesh):
+    """By a strategy that reduces gradients and by one that gathers parameters too, each dropped with its model."""
+    gc.collect()
+    before, counts = mappings(), []
+    for apply, settings in ((DataParallel, DdpSettings(transport="peer")), (Zero1, Zero1Settings(transport="peer"))):
+        model = torch.nn.Linear(3, 3)
+        strategy = apply(model, mesh, settings)
+        counts.append(mappings() - before)
+        del model, strategy
+        gc.collect()
+        counts.append(mappings() - before)
+    return counts
+
+
+def test_memory_goes_with_its_strategy():
+    counts = pool_of(2).run(mapped_during_and_after, degrees=Degrees(dp_shard=None))
+    assert counts == [[2, 0, 4, 0]] * 2  # this rank's and the other's; of ZeRO-1 parameters and slots
 
 
 def without_room(mesh):
