@@ -7,6 +7,7 @@ next one is gathered and the last one's gradients are reduced. Sums, not means: 
 targets of the global batch.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -79,7 +80,18 @@ class Fsdp:
             module.register_forward_hook(opaque(lambda module, args, output, run=after: run(output)))
         for unit in self.all_units:
             for param in unit.trainable:
-                param.register_post_accumulate_grad_hook(partial(self.gradient_is_there, unit))
+                param.register_post_accumulate_grad_hook(self.make_gradient_hook(unit))
+
+    def make_gradient_hook(self, unit: FsdpUnit) -> Callable[[nn.Parameter], None]:
+        """For a parameter of the unit. It keeps nothing alive: autograd holds it out of gc's sight."""
+        alive, alive_unit = weakref.ref(self), weakref.ref(unit)
+
+        def hook(param: nn.Parameter) -> None:
+            strategy = alive()
+            if strategy is not None:
+                strategy.gradient_is_there(alive_unit(), param)
+
+        return hook
 
     def begin_micro_batch(self, last: bool) -> None:
         """To be called before each forward pass of a step; `last` says whether it is the step's last one."""

@@ -1,5 +1,7 @@
 """FSDP (ZeRO-2 and ZeRO-3) on gloo ranks against one process, in float64, and against torch's fully_shard."""
 
+import gc
+import weakref
 from dataclasses import replace
 from functools import partial
 
@@ -354,3 +356,20 @@ def test_compiled_blocks_in_a_group_of_one_match_unwrapped_ones():
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_a_group_of_one_gpu_matches_the_unwrapped_model(compiled):
     check_group_of_one("cuda", compiled, tolerance=2 * BF16_ROUNDING, settings=BF16_SETTINGS)
+
+
+def left_after_a_step(mesh):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    strategy = apply_fsdp(model, mesh, ZERO3, list(model))
+    strategy.begin_micro_batch(last=True)
+    model(torch.ones(2, 4)).sum().backward()
+    strategy.finish_gradients()
+    alive = weakref.ref(strategy), weakref.ref(model)
+    del strategy, model
+    gc.collect()
+    return [one() is not None for one in alive]
+
+
+@pytest.mark.dist
+def test_a_strategy_is_freed_with_its_model():
+    assert run(2, left_after_a_step) == [[False, False]] * 2
