@@ -130,7 +130,7 @@ def measure(bench: Bench, text: str, steps: int, warmup: int) -> Measured:
         found.losses.append(result.mean_losses(mesh)[0])
     gc.collect()
     held = [*held_tensors(model, parts.optimizer), *(t for b in batches for t in (b.token_ids, b.targets))]
-    with PeakMemory(device, held) as memory:
+    with PeakMemory(device, held, mesh.peer_bytes) as memory:
         training_step.run(warmup, batches)
     found.graph_bytes = graph_bytes(device) - others_graphs
     found.peak_bytes = memory.peak_bytes - others + found.graph_bytes
