@@ -44,6 +44,8 @@ def take_turns(contestants: list[Contestant], mesh: Mesh, steps: int, block: int
             contestant.host_seconds.append((time.perf_counter() - began) / block)  # until the steps were issued
             contestant.losses += torch.stack(losses).tolist()  # waits for the device
             contestant.seconds.append((time.perf_counter() - began) / block)
+            if mesh.device.type == "cuda":  # ZeRO-1's last gathers are under way still: not beside the next contestant
+                torch.cuda.synchronize(mesh.device)
             lines = mesh.log.drain(0)
             contestant.comm.append([{k: v / block if k in ADDS_UP else v for k, v in line.items()} for line in lines])
 
