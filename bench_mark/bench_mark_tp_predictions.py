@@ -1,8 +1,9 @@
 """Predictions of bench_mark_tp: seconds, peak memory and bytes of a stack of blocks, by the cost models of a run.
 
 A contestant's blocks are a rank's share of a training step without its ends, its optimizer and its data ranks:
-products, passes and attention at the calibrated rates, crossings that nothing hides on the datasheet's links, and casts
-of weights. "alone" is the whole stack on one device, "bare" one rank's part without crossings; DTensor has none.
+products, passes (casts of weights among them) and attention at the calibrated rates, and crossings that nothing hides
+on the datasheet's links. "alone" is the whole stack on one device, "bare" one rank's part without crossings; DTensor
+has none.
 """
 
 from dataclasses import dataclass, replace
@@ -10,7 +11,6 @@ from dataclasses import dataclass, replace
 from bench_mark.bench_mark_tp_contestants import Setup
 from llm.cost_model_counts import RankPart, Workload
 from llm.cost_model_memory import (
-    BF16,
     CUDA_WORKSPACE_BYTES,
     FP32,
     block_activation_bytes,
@@ -18,7 +18,6 @@ from llm.cost_model_memory import (
     block_parameters,
     stream_bytes,
 )
-from llm.cost_model_time import pass_time
 from llm.hardware import Hardware, known_hardware, match_gpu
 from llm.plan_rank import rank_share
 from llm.plan_shapes import meta_params
@@ -64,9 +63,7 @@ def predicted(name: str, setup: Setup, hardware: Hardware) -> Predicted:
     compute = rank_work(config, params, Machine(hardware.device, hardware.rates, cluster), degrees, 0).compute
     blocks = [side(place) for side in (compute.forward, compute.backward) for place in range(1, work.layers + 1)]
     waited = sum(block.stall_s for block in blocks) if sends else 0.0
-    casts = 2 * (FP32 + BF16) * work.layers * block_parameters(work.model) if work.dtype == "bfloat16" else 0
-    busy = sum(block.seconds for block in blocks) + (pass_time(hardware.rates.new_pass, casts) if casts else 0.0)
-    return replace(found, step_s=busy + waited, waited_s=waited)
+    return replace(found, step_s=sum(block.seconds for block in blocks) + waited, waited_s=waited)
 
 
 def work_of(name: str, setup: Setup, params: list[Param], device: str) -> Workload:
