@@ -9,18 +9,15 @@ figure. It is `beside_s_per_byte` of configs/hardware, from which steps are pred
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench_mark.bench_mark_model_report import facts
-from configs.run_dir import write_json_atomic
+from bench_mark.bench_mark_model_report import facts, write_document
 from llm.args import HardwareConfig
 from llm.hardware import detect_hardware, known_hardware, match_gpu
 from parallel.collectives import barrier, start_all_reduce
@@ -171,11 +168,8 @@ def main() -> None:
             print("one rank: nothing is sent; start with torchrun --nproc-per-node=2")
         print(COLUMNS)
         print("\n".join(map(show, rows)))
-        document = {"facts": known, "rows": rows}
-        path = Path(args.out or f"bench_mark/results/contention_{mesh.device.type}_{mesh.world_size}.json")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json_atomic(path, document)
-        print(json.dumps(document))
+        path = args.out or f"bench_mark/results/contention_{mesh.device.type}_{mesh.world_size}.json"
+        write_document({"facts": known, "rows": rows}, path)
     close_mesh(mesh)
 
 

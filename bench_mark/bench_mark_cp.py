@@ -11,11 +11,9 @@ predicted from. The last line is one JSON document.
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,8 +22,7 @@ from torch import Tensor
 from bench_mark.bench_mark_cp_predictions import CALIBRATED_TOKENS, HOST_TOKENS, Rates, calibrated, simulated_s
 from bench_mark.bench_mark_cp_ranks import WAYS, measure_ranks
 from bench_mark.bench_mark_cp_simulation import SimulatedRing, simulated_ring
-from bench_mark.bench_mark_model_report import facts
-from configs.run_dir import write_json_atomic
+from bench_mark.bench_mark_model_report import facts, write_document
 from kernel.cost_model import AttentionShape, Peaks, exp_rate
 from llm.args import HardwareConfig
 from llm.hardware import Hardware, detect_hardware
@@ -222,11 +219,8 @@ def main() -> None:
     rates = calibrate(args, backend, device, peaks_of(hardware, device))
     rows = measure_local(args, device, rates, backend) if ranks == 1 else measure_ranks(args, mesh, rates, backend)
     if mesh.is_main:
-        document = {"facts": known, "rows": rows}
-        path = Path(args.out or f"bench_mark/results/cp_{device.type}_{ranks}.json")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json_atomic(path, document)
-        print(json.dumps(document))
+        path = args.out or f"bench_mark/results/cp_{device.type}_{ranks}.json"
+        write_document({"facts": known, "rows": rows}, path)
         worst, allowed = max(known.get("errors", {"": 0.0}).values()), AGREEMENT[known["dtype"]]
         assert worst < allowed, f"results are off float64 by {worst:.1e} > {allowed}"
     close_mesh(mesh)

@@ -21,11 +21,10 @@ import torch
 from bench_mark.bench_mark_cp import make_inputs, measure_one_kernel
 from bench_mark.bench_mark_cp_predictions import CALIBRATED_TOKENS
 from bench_mark.bench_mark_model import load_model_config
-from bench_mark.bench_mark_model_report import facts
+from bench_mark.bench_mark_model_report import facts, write_document
 from bench_mark.bench_mark_plan import COLUMNS, row_of, show
 from bench_mark.bench_mark_plan_layouts import Bench, measure
 from configs.errors import UserError
-from configs.run_dir import write_json_atomic
 from kernel.cost_model import AttentionShape
 from llm.args import HardwareConfig
 from llm.hardware import Hardware, detect_hardware
@@ -142,11 +141,8 @@ def main() -> None:
         bench.__dict__["initial"] = initial  # drawn once for all lengths
         rows += measure_length(args, bench, hardware, alone)
     if mesh.is_main:
-        document = {"facts": known, "rows": rows}
-        path = Path(args.out or f"bench_mark/results/cp_model_{mesh.device.type}_{mesh.world_size}.json")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json_atomic(path, document)
-        print(json.dumps(document))
+        path = args.out or f"bench_mark/results/cp_model_{mesh.device.type}_{mesh.world_size}.json"
+        write_document({"facts": known, "rows": rows}, path)
     close_mesh(mesh)
 
 

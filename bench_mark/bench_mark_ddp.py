@@ -11,12 +11,10 @@ in configs/hardware, on CPUs with two generic all-reduces timed at start. The la
 """
 
 import argparse
-import json
 import statistics
 import sys
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,9 +25,8 @@ from bench_mark.bench_mark_ddp_prediction import Predictor
 from bench_mark.bench_mark_ddp_profile import print_difference, profile_step
 from bench_mark.bench_mark_fsdp_contestants import Contestant, Setup
 from bench_mark.bench_mark_model import SHAPES, load_model_config
-from bench_mark.bench_mark_model_report import facts
+from bench_mark.bench_mark_model_report import facts, write_document
 from configs.report_numbers import format_quantity
-from configs.run_dir import write_json_atomic
 from llm.args import HardwareConfig, KernelsConfig
 from llm.cost_model import Workload
 from llm.hardware import detect_hardware
@@ -178,10 +175,7 @@ def report(known: dict[str, Any], rows: list[dict[str, Any]], path: str) -> None
     for name, profiled in profiles.items():
         if "bare" in profiles and name != "bare":
             print_difference(name, profiled, profiles["bare"])
-    document = {"facts": known, "rows": rows}
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    write_json_atomic(Path(path), document)
-    print(json.dumps(document))
+    write_document({"facts": known, "rows": rows}, path)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,9 @@ the wrappers are forced on: hooks, gathers and reductions all run, in a group of
 """
 
 import argparse
-import json
 import statistics
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,10 +23,9 @@ from bench_mark.bench_mark_ddp_profile import profile_step
 from bench_mark.bench_mark_fsdp_contestants import VARIANTS, Contestant, Setup, build
 from bench_mark.bench_mark_fsdp_predictions import predictions
 from bench_mark.bench_mark_model import SHAPES, load_model_config
-from bench_mark.bench_mark_model_report import facts
+from bench_mark.bench_mark_model_report import facts, write_document
 from configs.errors import UserError
 from configs.report_numbers import format_quantity
-from configs.run_dir import write_json_atomic
 from llm.args import HardwareConfig, KernelsConfig
 from llm.cost_model import Workload
 from llm.hardware import Hardware, detect_hardware
@@ -173,12 +170,9 @@ def report(known: dict[str, Any], rows: list[dict[str, Any]], path: str) -> None
     print(COLUMNS)
     for row in rows:
         print(show(row))
-    document = {"facts": known, "rows": rows}
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    write_json_atomic(Path(path), document)
     for name, reason in known["failed"].items():
         print(f"{name} failed: {reason}")
-    print(json.dumps(document))
+    write_document({"facts": known, "rows": rows}, path)
     difference, allowed = known["loss_difference"], LOSS_TOLERANCE[known["dtype"]]
     assert difference < allowed, f"the contestants' first losses differ by {difference:.1e}, more than {allowed}"
 

@@ -15,6 +15,7 @@ import statistics
 import time
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -22,7 +23,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from bench_mark.bench_mark_model_report import facts, print_head, print_row, write_results
+from bench_mark.bench_mark_model_report import facts, print_head, print_row, write_document
 from bench_mark.bench_mark_model_variants import (
     VARIANTS,
     Contestant,
@@ -214,7 +215,8 @@ def benchmark(config: BenchmarkConfig) -> dict[str, Any]:
     for name in names:
         work = Workload(load_model_config(name), *SHAPES[name], device=device, dtype=dtype, compile=plain_compile)
         result["results"].append(measure(name, work, variants, hardware, config, mesh))
-        write_results(result, config.output, device)  # after each model, so that a run cut short leaves what it has
+        # After each model, so that a run cut short leaves what it has.
+        write_document(result, Path(config.output) / f"model_{device}.json")
     close_mesh(mesh)
     rows = [row for found in result["results"] for row in found.values() if isinstance(row, dict)]
     if not all(row.get("losses_agree", True) for row in rows) or any(found["failed"] for found in result["results"]):

@@ -41,7 +41,9 @@ def print_row(model: str, variant: str, row: dict[str, Any], bound: str) -> None
     print(f"{model:10} {variant:24} {row['quantity']:12} {predicted:>12} {measured:>12} {ratio:>6}  {bound}")
 
 
-def write_results(result: dict[str, Any], directory: str, device: str) -> None:
-    """Write bench_mark/results/model_<device>.json and print the same as the last line."""
-    write_json_atomic(Path(directory) / f"model_{device}.json", result)
-    print(json.dumps(result))
+def write_document(document: dict[str, Any], path: str | Path) -> None:
+    """Write a benchmark's JSON document, in a folder that is made if need be, and print the same as the last line."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json_atomic(path, document)
+    print(json.dumps(document))

@@ -10,20 +10,17 @@ first. The last line is one JSON document.
 """
 
 import argparse
-import json
 import statistics
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench_mark.bench_mark_model import SHAPES, load_model_config
-from bench_mark.bench_mark_model_report import facts
+from bench_mark.bench_mark_model_report import facts, write_document
 from bench_mark.bench_mark_plan_layouts import Bench, Measured, default_layouts, measure
 from configs.errors import UserError
 from configs.report_numbers import format_quantity
-from configs.run_dir import write_json_atomic
 from llm.args import HardwareConfig
 from llm.cost_model import predict_run
 from llm.hardware import Hardware, detect_hardware
@@ -161,10 +158,7 @@ def report(known: dict[str, Any], rows: list[dict[str, Any]], path: str) -> None
     for key, word in (("predicted_step_s", "predicted"), ("step_s", "measured")):
         print(f"{word:9} " + " < ".join(row["layout"] for row in sorted(rows, key=lambda row: row[key])))
     print(f"first losses within {known['loss_difference']:.1e}")
-    document = {"facts": known, "rows": rows}
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    write_json_atomic(Path(path), document)
-    print(json.dumps(document))
+    write_document({"facts": known, "rows": rows}, path)
     allowed = LOSS_TOLERANCE[known["dtype"]]
     assert known["loss_difference"] < allowed, f"first losses differ by {known['loss_difference']:.1e} > {allowed}"
 

@@ -9,22 +9,19 @@ that of one device. What is predicted and from what: bench_mark_tp_predictions. 
 """
 
 import argparse
-import json
 import statistics
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench_mark.bench_mark_model import load_model_config
-from bench_mark.bench_mark_model_report import facts
+from bench_mark.bench_mark_model_report import facts, write_document
 from bench_mark.bench_mark_tp_contestants import VARIANTS, Contestant, Setup, build
 from bench_mark.bench_mark_tp_predictions import predicted
 from configs.errors import UserError
 from configs.report_numbers import format_quantity
-from configs.run_dir import write_json_atomic
 from llm.args import HardwareConfig
 from llm.hardware import Hardware, detect_hardware
 from llm.metrics_memory import PeakMemory
@@ -165,10 +162,7 @@ def report(known: dict[str, Any], rows: list[dict[str, Any]], path: str) -> None
     print(COLUMNS)
     for row in rows:
         print(show(row))
-    document = {"facts": known, "rows": rows}
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    write_json_atomic(Path(path), document)
-    print(json.dumps(document))
+    write_document({"facts": known, "rows": rows}, path)
     allowed = AGREEMENT[known["dtype"]]
     assert known["difference"] < allowed, f"the contestants' results differ by {known['difference']:.1e} > {allowed}"
 

@@ -114,9 +114,7 @@ class PeerBuffer:
     def part(self, numel: int, dtype: torch.dtype) -> "PeerBuffer":
         """Its first bytes as a buffer (numel,) of this dtype."""
         nbytes = numel * dtype.itemsize
-        with _disable_current_modes():  # as in AtWait
-            parts = [tensor.view(torch.uint8)[:nbytes].view(dtype) for tensor in self.tensors]
-        return PeerBuffer(self.memory, parts)
+        return PeerBuffer(self.memory, [tensor.view(torch.uint8)[:nbytes].view(dtype) for tensor in self.tensors])
 
     def use_equal_shares(self) -> "PeerBuffer":
         """Shares of exactly numel / P, as reduce-scatter and all-gather have them; the ranks must divide numel."""

@@ -25,14 +25,19 @@ class PeerBuckets:
     """The memory of all buckets; `reduce_dtype` None sums gradients in the parameters' dtype."""
 
     def __init__(self, plans: list[BucketPlan], reduce_dtype: torch.dtype | None, mesh: Mesh, axis: str):
-        self.reduce_dtype, self.turn = reduce_dtype, 0
+        self.turn = 0
         sizes = [(plan.numel, plan.dtype) for plan in plans]
         largest = max((peer_bytes([(plan.numel, reduce_dtype or plan.dtype)]) for plan in plans), default=0)
         # Gathers and reductions may be under way at once, on streams of their own: ranks meet in two places.
         self.parameter_memory = PeerMemory(peer_bytes(sizes), mesh, axis)
         self.slot_memory = PeerMemory(SLOTS * largest, mesh, axis)
-        self.by_plan = {plan.names: self.parameter_memory.take(*size) for plan, size in zip(plans, sizes, strict=True)}
-        self.slots = [self.slot_memory.take(largest, torch.uint8) for _ in range(SLOTS)]
+        taken = [self.parameter_memory.take(*size).use_equal_shares() for size in sizes]
+        self.by_plan = {plan.names: buffer for plan, buffer in zip(plans, taken, strict=True)}
+        slots = [self.slot_memory.take(largest, torch.uint8) for _ in range(SLOTS)]
+        self.slots = [  # each slot as every bucket sees it
+            {plan.names: slot.part(plan.numel, reduce_dtype or plan.dtype).use_equal_shares() for plan in plans}
+            for slot in slots
+        ]
         self.sent: PeerBuffer | None = None
 
     def parameters(self, plan: BucketPlan) -> Tensor:
@@ -41,9 +46,8 @@ class PeerBuckets:
 
     def gradients(self, plan: BucketPlan) -> Tensor:
         """Where a bucket's gradients go next, (numel,) in the dtype of the reduction; two calls later again."""
-        slot = self.slots[self.turn]
+        self.sent = self.slots[self.turn][plan.names]
         self.turn = (self.turn + 1) % SLOTS
-        self.sent = slot.part(plan.numel, self.reduce_dtype or plan.dtype).use_equal_shares()
         return self.sent.tensor
 
     def start_reduce_scatter(self) -> Pending:
@@ -52,4 +56,4 @@ class PeerBuckets:
 
     def start_all_gather(self, plan: BucketPlan) -> Pending:
         """Begin to fill a bucket's parameters from the ranks that updated them."""
-        return start_peer_all_gather(self.by_plan[plan.names].use_equal_shares(), stream="gather")
+        return start_peer_all_gather(self.by_plan[plan.names], stream="gather")
